@@ -1,0 +1,127 @@
+# Everything runs in .venv, which `make setup` makes. Nothing else is needed on a machine with Python 3.11+ and a C++
+# compiler.
+#
+#   PYTHON=python3.12   the interpreter to start from; its torch is used when it is new enough
+#   TORCH=torch==2.13.0 what is installed when PYTHON has no torch >= 2.11
+#   NATIVE=OFF          leave out the native part (the default where the system is not Linux)
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+NATIVE ?= $(if $(filter Linux,$(shell uname -s)),ON,OFF)
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+NATIVE_SOURCES := $(wildcard native/*.cpp native/*.h native/*.hpp native/CMakeLists.txt)
+SERIAL_TIERS := $(wildcard tests/ranks tests/interp tests/gpu tests/browser)
+
+.PHONY: help setup demo test lint types wheel clean FORCE
+
+help:  ## say what can be made
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@echo
+	@sed -n 's/^#  /  /p' Makefile
+
+setup: $(VENV)/.installed  ## make .venv with everything in it; the second call takes seconds
+
+demo: setup  ## set up, say what this machine has, and measure every collective
+	$(BIN)/dovetail doctor
+	$(BIN)/dovetail bench all --quick
+
+test: setup lint types  ## set up and run every check: lint, types, layers, all tests
+	$(BIN)/python -m pytest tests/unit -n 2 --dist worksteal
+	@for tier in $(SERIAL_TIERS); do \
+	  echo "$(BIN)/python -m pytest $$tier"; \
+	  $(BIN)/python -m pytest $$tier || [ $$? -eq 5 ] || exit 1; \
+	done
+
+lint: setup  ## ruff and the layers contract
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -c "from importlinter.cli import lint_imports_command as check; check()"
+
+types: setup  ## mypy --strict
+	$(BIN)/python -m mypy
+
+wheel: setup  ## build dist/dovetail_ml-*.whl, which installs without a compiler
+	$(PIP) wheel . --no-deps --no-build-isolation --wheel-dir dist -C cmake.define.DOVETAIL_NATIVE=$(NATIVE)
+	@ls dist/*.whl
+
+clean:  ## remove everything that make has made
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .grimp_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- set-up ----------------------------------------------------------------------------------------------------------
+
+# Prints the version of the calling Python's torch when it is >= 2.11, otherwise nothing.
+define TORCH_OF_CALLER
+import importlib.metadata as m, importlib.util as u, re
+try: version = m.version("torch") if u.find_spec("torch") else ""
+except m.PackageNotFoundError: version = ""
+found = re.match(r"(\d+)\.(\d+)", version)
+print(version if found and tuple(map(int, found.groups())) >= (2, 11) else "")
+endef
+export TORCH_OF_CALLER
+
+# Prints the requirements of pyproject.toml, less torch: the environment has that already, and no other one may come in.
+define REQUIREMENTS
+import re, tomllib
+with open("pyproject.toml", "rb") as file: project = tomllib.load(file)
+wanted = project["build-system"]["requires"] + project["project"]["dependencies"]
+wanted += project["project"]["optional-dependencies"]["dev"]
+print("\n".join(r for r in wanted if re.match(r"[\w-]+", r).group() not in ("torch", "triton")))
+endef
+export REQUIREMENTS
+
+# An environment made from another environment sees the base Python's packages, not the caller's; a .pth file adds those.
+define SEE_CALLER
+import site, sys, sysconfig
+here = sys.argv[1]
+print("\n".join(p for p in dict.fromkeys(sysconfig.get_path(k) for k in ("purelib", "platlib")) if p != here))
+endef
+export SEE_CALLER
+
+# PYTHON= given by the caller and different from the one in use: start over.
+ifneq ($(origin PYTHON),file)
+ifneq ($(wildcard $(VENV)/.python),)
+ifneq ($(shell cat $(VENV)/.python),$(shell $(PYTHON) -c 'import sys; print(sys.executable)'))
+$(VENV)/.made: FORCE
+endif
+endif
+endif
+
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else \
+	  f"dovetail needs Python 3.11 or newer; {sys.executable} is {v.major}.{v.minor}. Try: make setup PYTHON=python3.11")'
+	@torch="$$($(PYTHON) -c "$$TORCH_OF_CALLER")"; \
+	if [ -n "$$torch" ]; then \
+	  echo "setup: using torch $$torch of $$(command -v $(PYTHON))"; \
+	  $(PYTHON) -m venv --clear --system-site-packages $(VENV); \
+	  site="$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"; \
+	  if ! $(BIN)/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)'; then \
+	    $(PYTHON) -c "$$SEE_CALLER" "$$site" > "$$site/calling_python.pth"; \
+	  fi; \
+	else \
+	  echo "setup: installing $(TORCH)"; \
+	  $(PYTHON) -m venv --clear $(VENV); \
+	  $(PIP) install "$(TORCH)"; \
+	fi
+	@$(PYTHON) -c 'import sys; print(sys.executable)' > $(VENV)/.python
+	@touch $@
+
+$(VENV)/.requirements: $(VENV)/.made pyproject.toml
+	@echo "setup: installing what pyproject.toml asks for"
+	@$(BIN)/python -c "$$REQUIREMENTS" > $(VENV)/requirements.txt
+	@$(PIP) install -r $(VENV)/requirements.txt
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.requirements $(NATIVE_SOURCES)
+	@echo "setup: building and installing dovetail (native part: $(NATIVE))"
+	@$(PIP) install --no-build-isolation --no-deps -C cmake.define.DOVETAIL_NATIVE=$(NATIVE) --editable .
+	@touch $@

@@ -1,0 +1,78 @@
+// Ranks that call collectives together: their memory, their Control blocks, and how the group breaks.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "arena.h"
+
+namespace dovetail {
+
+int64_t now_ns();  // CLOCK_MONOTONIC, the clock of Python's time.monotonic_ns and perf_counter_ns
+
+// A process of the world, seen from here: its arena, and a pidfd that becomes readable when it is gone.
+struct Peer {
+  std::shared_ptr<Mapping> memory;
+  int pidfd = -1;  // -1: this process itself
+  bool dead() const;
+};
+
+struct Scratch {
+  uint64_t offset = kNowhere;
+  size_t bytes = 0;
+};
+
+class Group {
+ public:
+  // `members[i]` is group rank i. Joins by publishing this rank's Control block under `key` and waiting for those of
+  // all others; throws std::runtime_error naming the missing ranks after `timeout_ns`.
+  Group(std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<Peer>> members, int rank, uint64_t key,
+        int64_t timeout_ns, int max_params);
+  ~Group();
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return static_cast<int>(members_.size()); }
+  int max_params() const { return max_params_; }
+  Control* control(int r) const { return controls_[r]; }
+  Control* mine() const { return controls_[rank_]; }
+  const Mapping& memory(int r) const { return *members_[r]->memory; }
+  Arena& arena() const { return *arena_; }
+
+  uint64_t abort() const { return mine()->abort.word.load(std::memory_order_acquire); }
+  void break_all(Abort code, int about);  // marks every member's block; the first word stays
+  int dead_member(uint64_t run, int lane) const;  // one that is dead or has closed and had not finished this run, or -1
+  bool closed(int r) const;
+  void close();  // marks this rank's own block: what peers still do without it goes on, what needs it fails
+
+  uint64_t next_run() { return ++last_run_; }
+  const Scratch& scratch(int lane, size_t bytes);  // grows it; old rings stay until the group is gone
+  void hold_unsettled(uint64_t inside);   // block must wait for stalled peers
+  void try_settle();                      // lifts the holds when nobody can write any more
+  void entered() { running_.fetch_add(1, std::memory_order_relaxed); }
+  void left();
+
+  int64_t timeout_ns;
+  int64_t delay_ns = 0;  // test hook: up to this long before each step, at random
+
+ private:
+  bool settled(int r) const;
+
+  std::shared_ptr<Arena> arena_;
+  std::vector<std::shared_ptr<Peer>> members_;
+  std::vector<Control*> controls_;
+  int rank_, max_params_;
+  uint64_t block_ = kNowhere;
+  uint64_t last_run_ = 0;
+  std::atomic<int> running_{0};
+  std::mutex mutex_;
+  Scratch scratch_[kLanes];
+  std::vector<uint64_t> retired_;
+  bool holding_ = false;
+};
+
+}  // namespace dovetail

@@ -1,0 +1,136 @@
+// The Python face of the engine: thin, no policy. dovetail/hw/cpu wraps it; texts and choices are made there.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/function.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+#include <unistd.h>
+
+#include <cstring>
+
+#include "caller.h"
+#include "tensors.h"
+#include "move.h"
+#include "reduce.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace dovetail {
+namespace {
+
+template <class T>
+std::vector<T> rows_of(const nb::bytes& data) {
+  if (data.size() % sizeof(T)) throw std::invalid_argument("table of the wrong layout");
+  std::vector<T> rows(data.size() / sizeof(T));
+  std::memcpy(rows.data(), data.c_str(), data.size());
+  return rows;
+}
+
+std::shared_ptr<Program> make_program(int rank, int world, const nb::bytes& steps, const std::vector<int>& queues,
+                                      const nb::bytes& sources, const std::vector<std::vector<int64_t>>& buffers,
+                                      const std::vector<int64_t>& sizes, const std::vector<std::pair<int, int>>& signals,
+                                      const std::vector<std::pair<int, int>>& params,
+                                      const std::vector<std::pair<int, int>>& equal, int num_stamps) {
+  auto p = std::make_shared<Program>();
+  p->rank = rank, p->world = world;
+  p->steps = rows_of<Step>(steps);
+  p->sources = rows_of<Source>(sources);
+  p->queues = queues;
+  p->sizes = sizes;
+  p->equal = equal;
+  p->num_stamps = num_stamps;
+  for (const auto& b : buffers)  // place, posted, user, of, scratch_offset
+    p->buffers.push_back({static_cast<Place>(b.at(0)), static_cast<int16_t>(b.at(1)), static_cast<int16_t>(b.at(2)),
+                          static_cast<int16_t>(b.at(3)), static_cast<uint64_t>(b.at(4))});
+  for (const auto& [home, index] : signals) p->signals.push_back({static_cast<int16_t>(home), static_cast<int16_t>(index)});
+  for (const auto& [r, index] : params) p->params.push_back({static_cast<int16_t>(r), static_cast<int16_t>(index)});
+  if (queues.empty() || queues.front() != 0 || queues.back() != static_cast<int>(p->steps.size()))
+    throw std::invalid_argument("queues do not cover the steps");
+  p->validate();
+  return p;
+}
+
+nb::dict peer_state(const Group& g, int r, int slot, int lane) {
+  const Control& c = *g.control(r);
+  nb::dict d;
+  d["entered"] = c.slots[slot].run.load();
+  d["finished"] = c.finished[lane].load();
+  d["call"] = c.slots[slot].call;
+  d["size_bytes"] = c.slots[slot].size_bytes;
+  d["parked"] = c.parked[lane].load();
+  d["abort"] = c.abort.word.load();
+  std::vector<int64_t> params;
+  const int64_t* p = const_cast<Control&>(c).params(slot, g.max_params());
+  for (uint32_t i = 0; i < c.slots[slot].num_params; ++i) params.push_back(p[i]);
+  d["params"] = params;
+  return d;
+}
+
+}  // namespace
+}  // namespace dovetail
+
+NB_MODULE(_native, m) {
+  using namespace dovetail;
+  m.doc() = "Software DMA engines over shared memory.";
+  nb::set_leak_warnings(false);  // module-level objects may outlive the interpreter's last collection
+  nb::exception<OutOfMemory>(m, "OutOfMemory", PyExc_MemoryError);
+  nb::class_<Program>(m, "Program").def(nb::new_(&make_program), "rank"_a, "world"_a, "steps"_a, "queues"_a, "sources"_a,
+                                        "buffers"_a, "sizes"_a, "signals"_a, "params"_a, "equal"_a, "num_stamps"_a);
+  nb::class_<Group>(m, "Group")
+      .def_prop_ro("abort", [](const Group& g) { return g.abort(); })
+      .def_rw("timeout_ns", &Group::timeout_ns)
+      .def_rw("delay_ns", &Group::delay_ns)
+      .def("break_all", [](Group& g, int about) { g.break_all(Abort::Failed, about); })
+      .def("close", &Group::close)
+      .def("closed", &Group::closed)
+      .def("peer_state", &peer_state);
+  nb::class_<World>(m, "World")
+      .def(nb::init<int, const std::vector<int>&, const std::vector<int>&, const std::vector<uint64_t>&, int, int>(), "rank"_a,
+           "fds"_a, "pidfds"_a, "bytes"_a, "engines"_a, "spins"_a)
+      .def("alloc", &World::alloc)
+      .def("group", &World::group, "ranks"_a, "rank"_a, "key"_a, "timeout_s"_a, "max_params"_a)
+      .def("contains", &World::contains)
+      .def("peer_dead", &World::peer_dead)
+      .def("forked", [](World& w) { w.engine()->forked(); })
+      .def_prop_ro("used_bytes", &World::used_bytes);
+  nb::class_<Ticket>(m, "Ticket")
+      .def("wait", &Ticket::wait, "timeout_s"_a)
+      .def("fire", &Ticket::fire)
+      .def("raise_signal", &Ticket::raise)
+      .def_prop_ro("status", &Ticket::status)
+      .def_prop_ro("choice", [](const Ticket& t) { return t.run().choice(); })
+      .def_prop_ro("stamps", [](const Ticket& t) { return t.run().stamps(); })
+      .def("failure", [](const Ticket& t) { return failure_of(t.run()); });
+  nb::class_<Caller>(m, "Caller")
+      .def(nb::init<std::shared_ptr<World>, std::shared_ptr<Group>, uint64_t, uint64_t, int, int, int, std::vector<int64_t>, uint64_t,
+                    uint64_t, bool, nb::object>(),
+           "world"_a, "group"_a, "word"_a, "size_bytes"_a, "num_user"_a, "input"_a, "output"_a, "bytes"_a, "scratch_heap"_a,
+           "scratch_ordinary"_a, "has_direct"_a, "planner"_a)
+      .def("set_program", &Caller::set_program)
+      .def("run", &Caller::run, "pointers"_a, "bytes"_a, "params"_a)
+      .def("start", &Caller::start, "pointers"_a, "bytes"_a, "params"_a, "gated"_a, "on_finish"_a.none())
+      .def("failure", &Caller::failure)
+      .def_prop_ro("num_runs", &Caller::num_runs)
+      .def_prop_ro("num_direct", &Caller::num_direct);
+  nb::class_<Table>(m, "Table")
+      .def(nb::init<bool, int, int>(), "one_tensor"_a, "alias"_a, "rank"_a)
+      .def("add", &Table::add, "first"_a, "second"_a.none(), "caller"_a)
+      .def("two", &Table::call)
+      .def("one", &Table::call_one)
+      .def("take_failed", &Table::take_failed);
+  m.def("reduce", [](int dtype, int op, uint64_t dst, const std::vector<uint64_t>& sources, uint64_t items) {
+    std::vector<const char*> from;
+    for (const uint64_t s : sources) from.push_back(reinterpret_cast<const char*>(s));
+    reduce_items(static_cast<DType>(dtype), static_cast<ReduceOp>(op), reinterpret_cast<char*>(dst), from.data(),
+                 static_cast<int>(from.size()), items);
+  });
+  m.def("set_streaming_bytes", [](uint64_t n) { streaming_bytes = n; });
+  m.attr("STEP_BYTES") = sizeof(Step);
+  m.attr("SOURCE_BYTES") = sizeof(Source);
+  m.attr("LANES") = kLanes;
+  m.attr("SIGNALS") = kSignals;
+  m.attr("SCRATCH_AS_INPUT") = ~uint64_t{0};
+}

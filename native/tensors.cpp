@@ -1,0 +1,127 @@
+#include "tensors.h"
+
+namespace dovetail {
+
+namespace {
+
+// The public ABI of DLPack 1.2 (dmlc/dlpack): only what is read here.
+struct DlDevice {
+  int32_t type, id;
+};
+struct DlType {
+  uint8_t code, bits;
+  uint16_t lanes;
+};
+struct DlTensor {
+  void* data;
+  DlDevice device;
+  int32_t ndim;
+  DlType dtype;
+  int64_t* shape;
+  int64_t* strides;
+  uint64_t byte_offset;
+};
+struct DlExchange {
+  struct {
+    uint32_t major, minor;
+    void* previous;
+  } header;
+  void* managed_allocator;
+  void* managed_from_object;
+  void* managed_to_object;
+  int (*tensor_from_object)(void* object, DlTensor* out);
+  void* current_stream;
+};
+constexpr int32_t kCpu = 1;
+constexpr uint8_t kComplex = 5;
+constexpr uint32_t kMajor = 1;
+
+struct Exchange {
+  PyTypeObject* type = nullptr;
+  const DlExchange* api = nullptr;
+};
+
+const Exchange& exchange() {
+  static const Exchange found = [] {
+    Exchange e;
+    try {
+      nb::object tensor = nb::module_::import_("torch").attr("Tensor");
+      e.type = reinterpret_cast<PyTypeObject*>(tensor.ptr());
+      nb::object capsule = tensor.attr("__dlpack_c_exchange_api__");
+      auto* api = static_cast<const DlExchange*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+      if (api && api->header.major == kMajor) e.api = api;
+    } catch (nb::python_error&) {
+    }
+    PyErr_Clear();
+    return e;
+  }();
+  return found;
+}
+
+}  // namespace
+
+bool read_tensor(nb::handle object, TensorInfo& info) {
+  const Exchange& e = exchange();
+  if (!e.api || Py_TYPE(object.ptr()) != e.type) return false;  // subclasses may mean something else by their data
+  DlTensor t;
+  if (e.api->tensor_from_object(object.ptr(), &t) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  if (t.device.type != kCpu || t.dtype.code == kComplex) return false;
+  int64_t items = 1;
+  for (int d = t.ndim - 1; d >= 0; --d) {
+    if (t.strides && t.shape[d] != 1 && t.strides[d] != items) return false;
+    items *= t.shape[d];
+  }
+  if (items == 0) return false;
+  info.pointer = reinterpret_cast<uint64_t>(t.data) + t.byte_offset;
+  info.items = items;
+  info.type = static_cast<uint32_t>(t.dtype.code) << 8 | t.dtype.bits;
+  return true;
+}
+
+void Table::add(nb::handle first, nb::handle second, nb::object caller) {
+  TensorInfo a, b{};
+  if (!read_tensor(first, a) || (!one_tensor_ && !read_tensor(second, b))) return;
+  const bool same = a.pointer == b.pointer;
+  for (const Entry& e : entries_)
+    if (e.first == a.items && e.second == b.items && e.type == a.type && e.same == same) return;
+  entries_.push_back({a.items, b.items, a.type, same, nb::inst_ptr<Caller>(caller), caller});
+}
+
+bool Table::allowed(const TensorInfo& out, const TensorInfo& in) const {
+  const uint64_t item = (out.type & 0xff) / 8, out_bytes = out.items * item, in_bytes = in.items * item;
+  if (in.pointer >= out.pointer + out_bytes || out.pointer >= in.pointer + in_bytes) return true;
+  if (alias_ == Alias::InputInOutput) return in.pointer == out.pointer + rank_ * in_bytes;
+  if (alias_ == Alias::OutputInInput) return out.pointer == in.pointer + rank_ * out_bytes;
+  return alias_ == Alias::Same && in.pointer == out.pointer;
+}
+
+int Table::call(nb::handle output, nb::handle input) {
+  TensorInfo out, in;
+  if (!read_tensor(output, out) || !read_tensor(input, in) || out.type != in.type || !allowed(out, in)) return -1;
+  const bool same = out.pointer == in.pointer;
+  for (const Entry& e : entries_)
+    if (e.first == out.items && e.second == in.items && e.type == out.type && e.same == same) {
+      const uint64_t pointers[2] = {in.pointer, out.pointer};
+      return run(e, pointers);
+    }
+  return -1;
+}
+
+int Table::call_one(nb::handle tensor) {
+  TensorInfo t;
+  if (!read_tensor(tensor, t)) return -1;
+  for (const Entry& e : entries_)
+    if (e.first == t.items && e.type == t.type) return run(e, &t.pointer);
+  return -1;
+}
+
+int Table::run(const Entry& e, const uint64_t* pointers) {
+  const int status = e.caller->run_fixed(pointers);
+  if (status != static_cast<int>(Status::Done)) failed_ = e.owner;
+  return status;
+}
+
+}  // namespace dovetail

@@ -1,0 +1,54 @@
+// Reading tensors without going through Python attributes, by DLPack's C exchange interface (torch >= 2.11 has it), and
+// a table from shapes to bound calls: a blocking call on a shape seen before is one native call.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "caller.h"
+
+namespace dovetail {
+
+struct TensorInfo {
+  uint64_t pointer;
+  int64_t items;
+  uint32_t type;  // DLPack's code and bits
+};
+
+// False if it is not a plain, contiguous CPU tensor of a non-complex type: the slow path says what is wrong with it.
+bool read_tensor(nb::handle object, TensorInfo& info);
+
+// Which overlap of a call's two tensors is allowed, besides none.
+enum class Alias : int { None = 0, InputInOutput = 1, OutputInInput = 2, Same = 3 };
+
+class Table {
+ public:
+  Table(bool one_tensor, int alias, int rank) : one_tensor_(one_tensor), alias_(static_cast<Alias>(alias)), rank_(rank) {}
+
+  // Remembers `caller` for tensors like these (`first` is c10d's first argument, the output).
+  void add(nb::handle first, nb::handle second, nb::object caller);
+  int call(nb::handle output, nb::handle input);  // status, or -1: not known
+  int call_one(nb::handle tensor);
+  nb::object take_failed() { return failed_ ? std::move(failed_) : nb::none(); }  // the caller whose run went wrong
+
+ private:
+  struct Entry {
+    int64_t first, second;
+    uint32_t type;
+    bool same;  // one tensor is both
+    Caller* caller;
+    nb::object owner;
+  };
+  bool allowed(const TensorInfo& out, const TensorInfo& in) const;
+  int run(const Entry& e, const uint64_t* pointers);
+
+  bool one_tensor_;
+  Alias alias_;
+  int rank_;
+  std::vector<Entry> entries_;  // few: a linear search is faster than a hash
+  nb::object failed_;
+};
+
+}  // namespace dovetail

@@ -1,0 +1,56 @@
+"""Dovetail as a contender: the public calls, as a user writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+import dovetail
+from dovetail.bench.cases import ROOT, Case
+from dovetail.bench.contender import Contender
+from dovetail.bench.spec import AUTO
+
+SWAP = "swap"
+"""The variant that exchanges in place: input and output are one tensor."""
+
+
+class Ours:
+    """Dovetail on symmetric or ordinary tensors. Does not own the group: who called `dovetail.init` closes it."""
+
+    name = "cpu"
+
+    def __init__(self, tensors: str) -> None:
+        self._symmetric = tensors == "symmetric"
+
+    def bind(self, case: Case, requested: str) -> Contender:
+        """Allocate and make ready; the variant that `auto` takes is the one `dovetail.explain` names."""
+        inp = self._empty(case.num_elements, case.torch_dtype)
+        in_place = case.in_place or requested == SWAP
+        out = inp if in_place else self._empty(case.num_output, case.torch_dtype)
+        variant = requested
+        if requested == AUTO:
+            variant = str(dovetail.explain(case.collective, size_bytes=case.size_bytes).variant)
+        call = _call(case, inp, out, requested)
+        return Contender(backend=self.name, requested=requested, variant=variant, inp=inp, out=out, call=call)
+
+    def _empty(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        if self._symmetric:
+            tensor: torch.Tensor = dovetail.empty(num_elements, dtype=dtype)
+            return tensor
+        return torch.empty(num_elements, dtype=dtype)
+
+
+def _call(case: Case, inp: torch.Tensor, out: torch.Tensor, requested: str) -> Callable[[], object]:
+    # `auto` is what a user gets who says nothing, so nothing is said.
+    words: dict[str, Any] = {} if requested == AUTO else {"variant": requested}
+    calls: dict[str, Callable[[], object]] = {
+        "all_gather": partial(dovetail.all_gather_into_tensor, out, inp, **words),
+        "all_to_all": partial(dovetail.all_to_all_single, out, inp, **words),
+        "all_reduce": partial(dovetail.all_reduce, inp, **words),
+        "reduce_scatter": partial(dovetail.reduce_scatter_tensor, out, inp, **words),
+        "broadcast": partial(dovetail.broadcast, inp, ROOT, **words),
+    }
+    return calls[case.collective]

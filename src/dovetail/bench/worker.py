@@ -1,0 +1,140 @@
+"""One rank of a benchmark: ``python -m dovetail.bench.worker FOLDER`` under mpirun, or `launched` by `dovetail.launch`.
+
+Owns what a rank opens: the start line, the process group of gloo (which also carries what the ranks tell each other),
+MPI, Dovetail's group. Nothing is told through stdout: rank 0 writes progress and result into the folder, and a rank
+that fails leaves its error there.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+from dovetail import env
+from dovetail.bench import cores, mpirun
+from dovetail.bench.baselines.gloo import Gloo
+from dovetail.bench.baselines.openmpi import OpenMPI
+from dovetail.bench.cases import Case
+from dovetail.bench.cell import Cell
+from dovetail.bench.contender import Backend
+from dovetail.bench.folder import Folder
+from dovetail.bench.spec import Spec
+from dovetail.bench.start import StartLine
+from dovetail.measure.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from dovetail import Group
+
+
+class Worker:
+    """A rank at work; `close` ends what it opened."""
+
+    def __init__(self, folder: Folder, rank: int, spec: Spec, mpi: OpenMPI | None) -> None:
+        self._folder, self._rank, self._spec, self._mpi = folder, rank, spec, mpi
+        limit_s = env.timeout_s()
+        self._start = StartLine(folder.start, rank, spec.ranks, share_cores=spec.share_cores, timeout_s=limit_s)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        store = FileStore(str(folder.store), spec.ranks)
+        limit = timedelta(seconds=limit_s)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=spec.ranks, timeout=limit)
+        self._group: Group | None = None
+        if spec.variants:
+            import dovetail
+
+            self._group = dovetail.init()
+
+    def run(self) -> dict[str, Any]:
+        """Measure everything the spec asks for: rows, notes, and which MPI library was loaded."""
+        spec = self._spec
+        rows: list[dict[str, Any]] = []
+        notes: dict[str, None] = {}
+        began = time.monotonic()
+        cells = [(collective, size) for collective in spec.collectives for size in spec.sizes]
+        for done, (collective, size_bytes) in enumerate(cells):
+            if self._rank == 0:
+                self._folder.report(done, len(cells), f"{collective} {format_bytes(size_bytes)}")
+            if spec.limit_s is not None and self._agree(time.monotonic() - began)[0] > spec.limit_s:
+                notes[f"out of time: {len(cells) - done} of {len(cells)} sizes were not measured"] = None
+                break
+            case = Case.of(collective, spec.ranks, size_bytes, spec.dtype)
+            cell = Cell(case=case, spec=spec, rank=self._rank, start=self._start, agree=self._agree)
+            new_rows, new_notes = cell.measure(self._wanted(collective))
+            rows += new_rows
+            notes.update(dict.fromkeys(new_notes))
+        return {"rows": rows, "notes": list(notes), "library": self._mpi.library if self._mpi else None}
+
+    def close(self) -> None:
+        """Leave the groups, all ranks together."""
+        self._start()
+        if self._group is not None:
+            self._group.close()
+        dist.destroy_process_group()
+        self._start.close()
+
+    def _agree(self, value: Any, /) -> list[Any]:
+        values: list[Any] = [None] * self._spec.ranks
+        dist.all_gather_object(values, value)
+        return values
+
+    def _wanted(self, collective: str) -> list[tuple[Backend, str]]:
+        """Who takes part: the variants first, then the baselines."""
+        wanted: list[tuple[Backend, str]] = []
+        if self._spec.variants:
+            from dovetail import coll
+            from dovetail.bench.ours import Ours
+
+            ours = Ours(self._spec.tensors)
+            wanted += [(ours, name) for name in self._spec.variants_of(collective, coll.variants(collective))]
+        if self._mpi is not None:
+            wanted.append((self._mpi, self._mpi.name))
+        if Gloo.name in self._spec.baselines:
+            wanted.append((Gloo(), Gloo.name))
+        return wanted
+
+
+def work(folder: Folder, rank: int, mpi: OpenMPI | None) -> None:
+    """Be `rank` of the benchmark in `folder`."""
+    torch.set_num_threads(1)
+    try:
+        worker = Worker(folder, rank, folder.spec, mpi)
+        result = worker.run()
+        if rank == 0:
+            folder.write_result(result)
+        worker.close()
+    except BaseException as error:
+        folder.write_error(rank, error)
+        raise
+
+
+def launched(folder: str) -> None:
+    """A rank of `dovetail.launch`, which has made its group; bound to a core as mpirun would."""
+    import dovetail
+
+    rank = dovetail.init().rank
+    cores.bind(rank)
+    work(Folder(Path(folder)), rank, None)
+
+
+def main() -> None:
+    """A rank under mpirun."""
+    mpirun.die_with_mpirun()
+    mpi = OpenMPI()
+    try:
+        work(Folder(Path(sys.argv[1])), mpi.rank, mpi)
+    except BaseException as error:
+        sys.stderr.write(f"rank {mpi.rank}: {error!r}\n")
+        sys.stderr.flush()
+        # The others wait for this rank inside MPI; only an abort ends them.
+        mpi.abort()
+
+
+if __name__ == "__main__":
+    main()

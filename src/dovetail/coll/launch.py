@@ -1,0 +1,142 @@
+"""`launch(fn, ranks=N)`: runs a function on N ranks of this machine, from a script or a notebook.
+
+Owns the child processes: starts them, collects results and errors, and ends all of them by their ids when one fails,
+when the caller is interrupted, or when time is up. Nothing is left running.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import multiprocessing.connection as mpc
+import os
+import pickle
+import signal
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dovetail.errors import DovetailError, PeerError, Timeout
+
+_GRACE_S = 2.0
+
+
+def launch(
+    fn: Callable[..., Any],
+    ranks: int,
+    args: Sequence[Any] = (),
+    *,
+    timeout: float | None = None,
+    env: dict[str, str] | None = None,
+) -> list[Any]:
+    """Calls `fn(*args)` in `ranks` new processes, each with `dovetail.init()` done; returns the results by rank.
+
+    Args:
+        fn: any callable, lambdas and functions of a notebook included; sent by cloudpickle.
+        ranks: how many.
+        timeout: seconds for everything (default: no limit).
+        env: variables to set in the children.
+
+    Raises:
+        The error of the first rank that failed, with its traceback as a note; `PeerError` if a rank died without one;
+        `Timeout` if time is up.
+    """
+    import cloudpickle  # type: ignore[import-untyped]
+
+    if ranks < 1:
+        raise ValueError(f"ranks must be at least 1, not {ranks}")
+    job = cloudpickle.dumps((fn, tuple(args)))
+    token = uuid.uuid4().hex
+    context = mp.get_context("spawn")
+    workers: list[tuple[Any, Any]] = []
+    try:
+        for rank in range(ranks):
+            ours, theirs = context.Pipe(duplex=False)
+            more = {**(env or {}), "DOVETAIL_RENDEZVOUS": token, "DOVETAIL_RANK": str(rank), "DOVETAIL_WORLD_SIZE": str(ranks)}
+            process = context.Process(target=_child, args=(job, more, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            workers.append((process, ours))
+        return _collect(workers, None if timeout is None else time.monotonic() + timeout)
+    finally:
+        _end(workers)
+
+
+def _child(job: bytes, more: dict[str, str], pipe: Any) -> None:
+    os.environ.update(more)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent ends us; no traceback of ours in between
+    try:
+        from dovetail.coll import session
+
+        session.init()
+        fn, args = pickle.loads(job)
+        result = fn(*args)
+        import cloudpickle
+
+        message = cloudpickle.dumps(("result", result))
+    except BaseException as error:
+        text = traceback.format_exc()
+        try:
+            message = pickle.dumps(("error", error, text))
+            pickle.loads(message)
+        except Exception:
+            message = pickle.dumps(("error", DovetailError(f"{type(error).__name__}: {error}"), text))
+    pipe.send_bytes(message)
+    pipe.close()
+
+
+def _collect(workers: list[tuple[Any, Any]], deadline: float | None) -> list[Any]:
+    results: dict[int, Any] = {}
+    waiting = {pipe: rank for rank, (_, pipe) in enumerate(workers)}
+    failed: list[tuple[int, BaseException]] = []
+    while waiting:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        if failed:
+            left = min(_GRACE_S, left if left is not None else _GRACE_S)  # the others' errors may say more
+        ready = mpc.wait(list(waiting), timeout=left)
+        if not ready:
+            break
+        for pipe in ready:
+            rank = waiting.pop(pipe)
+            try:
+                kind, *content = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+            except EOFError:
+                workers[rank][0].join(_GRACE_S)
+                failed.append((rank, PeerError(f"rank {rank} ended without a result, {_how(workers[rank][0].exitcode)}", rank=rank)))
+                continue
+            if kind == "result":
+                results[rank] = content[0]
+            else:
+                content[0].add_note(f"on rank {rank}:\n{content[1]}")
+                failed.append((rank, content[0]))
+    if failed:
+        # An error about a peer is a consequence; the cause, if some rank reports one, is worth more.
+        failed.sort(key=lambda f: isinstance(f[1], (PeerError, Timeout)))
+        raise failed[0][1]
+    if waiting:
+        raise Timeout(f"ranks {sorted(waiting.values())} did not finish in time; they were ended")
+    return [results[r] for r in range(len(workers))]
+
+
+def _how(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
+def _end(workers: list[tuple[Any, Any]]) -> None:
+    for process, pipe in workers:
+        pipe.close()
+        if process.is_alive():
+            process.join(0.2)
+    for process, _ in workers:
+        if process.is_alive():
+            process.terminate()
+    for process, _ in workers:
+        process.join(_GRACE_S)
+        if process.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            process.join(_GRACE_S)

@@ -1,0 +1,170 @@
+"""The environment variables of Dovetail, and the only place that reads them.
+
+Owns the table `VARIABLES` (docs/environment.md is checked against it) and one typed accessor per variable. A value is
+read when its accessor is called, never at import; one that cannot be understood raises ``ValueError`` with the name,
+what was given and what is allowed. An empty value counts as unset. Other modules take values from here and nowhere
+else; what a value means is theirs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variable:
+    """One row of the table: what a value looks like, what holds without one, and what it does."""
+
+    kind: str
+    default: str
+    doc: str
+
+
+VARIABLES: Mapping[str, Variable] = {
+    "DOVETAIL_CHECK": Variable(
+        kind="0 or 1", default="0", doc="Run the checker on every plan before its first use."
+    ),
+    "DOVETAIL_DISABLE": Variable(
+        kind="0 or 1", default="0", doc="Turn every `auto` into the baseline, the caller's own process group."
+    ),
+    "DOVETAIL_ENGINES": Variable(
+        kind="integer >= 1", default="1", doc="Runner threads per rank that advance the software DMA queues."
+    ),
+    "DOVETAIL_HEAP": Variable(
+        kind="size (`64G`)",
+        default="64G",
+        doc="Address space reserved for the symmetric heap of each rank; memory is taken only when allocated.",
+    ),
+    "DOVETAIL_LOG": Variable(
+        kind="debug, info, warning or error", default="warning", doc="Level of the logger `dovetail`."
+    ),
+    "DOVETAIL_PROFILE": Variable(
+        kind="path of a file",
+        default="~/.cache/dovetail/profile.json",
+        doc="The profile to load, and where `dovetail tune` saves one.",
+    ),
+    "DOVETAIL_RENDEZVOUS": Variable(
+        kind="token", default="unset", doc="Internal: set by a launcher so that its ranks find each other."
+    ),
+    "DOVETAIL_REQUIRE": Variable(
+        kind="comma list", default="empty", doc="Tools whose absence is a failure and not a skip, such as `openmpi`."
+    ),
+    "DOVETAIL_TIMEOUT": Variable(
+        kind="seconds > 0", default="300", doc="How long a rank that makes no progress is waited for."
+    ),
+    "DOVETAIL_VARIANT": Variable(
+        kind="name of a variant", default="unset", doc="Force a variant where `auto` would choose, such as `pcpy`."
+    ),
+}
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from ``'512'``, ``'64K'``, ``'16M'``, ``'2GiB'`` (powers of 1024, either case); `ValueError` otherwise."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?\s*", text.upper())
+    if found is None:
+        raise ValueError(f"{text!r} is not a size; write bytes, or a number with K, M, G or T, such as '16M'")
+    size = float(found[1]) * _UNITS[found[2]]
+    if size != int(size):
+        raise ValueError(f"{text!r} is {size} bytes; a size is a whole number of bytes")
+    return int(size) if "." in found[1] else int(found[1]) * _UNITS[found[2]]
+
+
+def engines() -> int:
+    """Runner threads per rank."""
+    text = _get("DOVETAIL_ENGINES") or "1"
+    if not text.isdecimal() or int(text) < 1:
+        raise _wrong("DOVETAIL_ENGINES", text)
+    return int(text)
+
+
+def profile_path() -> Path:
+    """The file that holds the profile; the caller finds out whether it exists."""
+    return Path(_get("DOVETAIL_PROFILE") or VARIABLES["DOVETAIL_PROFILE"].default).expanduser()
+
+
+def check() -> bool:
+    """Whether every plan is checked before its first use."""
+    return _flag("DOVETAIL_CHECK")
+
+
+def disable() -> bool:
+    """Whether `auto` always means the baseline."""
+    return _flag("DOVETAIL_DISABLE")
+
+
+def variant() -> str | None:
+    """The variant forced on every `auto`, or None; `dovetail.coll` knows the names."""
+    return _get("DOVETAIL_VARIANT")
+
+
+def require() -> frozenset[str]:
+    """Names of the tools that must be there."""
+    return frozenset(name.strip().lower() for name in (_get("DOVETAIL_REQUIRE") or "").split(",") if name.strip())
+
+
+def timeout_s() -> float:
+    """Seconds until a silent rank is an error."""
+    text = _get("DOVETAIL_TIMEOUT") or "300"
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise _wrong("DOVETAIL_TIMEOUT", text) from None
+    if not 0 < seconds < float("inf"):
+        raise _wrong("DOVETAIL_TIMEOUT", text)
+    return seconds
+
+
+def heap_bytes() -> int:
+    """Address space of one rank's part of the symmetric heap."""
+    text = _get("DOVETAIL_HEAP") or VARIABLES["DOVETAIL_HEAP"].default
+    try:
+        size_bytes = parse_bytes(text)
+    except ValueError as error:
+        raise ValueError(f"DOVETAIL_HEAP: {error}") from None
+    if size_bytes < 1 << 20:
+        raise ValueError(f"DOVETAIL_HEAP={text!r} is too small; the least is 1M")
+    return size_bytes
+
+
+def log_level() -> str:
+    """The level of the logger, in the upper case that `logging` takes."""
+    text = (_get("DOVETAIL_LOG") or "warning").lower()
+    if text not in _LEVELS:
+        raise _wrong("DOVETAIL_LOG", text)
+    return text.upper()
+
+
+def rendezvous() -> str | None:
+    """The launcher's token, or None outside of a launcher."""
+    return _get("DOVETAIL_RENDEZVOUS")
+
+
+def unknown() -> list[str]:
+    """Set variables that start with DOVETAIL_ but stand in no table: most often a misspelt name."""
+    return sorted(name for name in os.environ if name.startswith("DOVETAIL_") and name not in VARIABLES)
+
+
+def _get(name: str) -> str | None:
+    assert name in VARIABLES
+    return os.environ.get(name, "").strip() or None
+
+
+def _flag(name: str) -> bool:
+    text = (_get(name) or "0").lower()
+    if text not in _TRUE + _FALSE:
+        raise ValueError(f"{name}={text!r} is not a switch; write one of {', '.join(_TRUE + _FALSE)}")
+    return text in _TRUE
+
+
+def _wrong(name: str, text: str) -> ValueError:
+    variable = VARIABLES[name]
+    return ValueError(f"{name}={text!r} is not allowed; it takes {variable.kind} (default {variable.default})")

@@ -1,0 +1,234 @@
+"""The world of this process: its rank, its part of the symmetric heap, and the groups it belongs to.
+
+Owns the native world and everything that must be closed with it. `Group` is what collectives are called on. Nothing
+collective happens in a destructor; after `fork` the child's objects are dead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from dovetail import env
+from dovetail.errors import DovetailError, HardwareError, NotSupported, PeerError, Timeout
+from dovetail.hw import rendezvous
+from dovetail.hw.cpu import native
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger("dovetail")
+
+#: Spins before a waiting rank yields its core: long when every rank has one, short when they must share.
+_SPINS_ALONE = 4000
+_SPINS_SHARED = 20
+
+
+class World:
+    """This process among the others. Make one with `dovetail.init()`."""
+
+    def __init__(
+        self, rank: int, size: int, *, token: str, notice: bytes = b"", timeout_s: float | None = None, local: bool = True
+    ) -> None:
+        if not 0 <= rank < size:
+            raise ValueError(f"rank must be in 0..{size - 1}, not {rank}")
+        self.rank, self.size, self.token = rank, size, token
+        self.timeout_s = env.timeout_s() if timeout_s is None else timeout_s
+        self.local = local  #: all ranks are on this host; otherwise only the baseline can serve them
+        self.notices: list[bytes] = [notice] * size
+        self.pid = os.getpid()
+        self._groups: dict[tuple[tuple[int, ...], str], Group] = {}
+        self._counts: dict[tuple[int, ...], int] = {}
+        self._lock = threading.Lock()
+        self._native: Any = None
+        if local:
+            self._meet(notice)
+        _worlds.add(self)
+        self.group = self.new_group(range(size), name="world")
+
+    def _meet(self, notice: bytes) -> None:
+        module = native.load()
+        members = rendezvous.meet(self.token, self.rank, self.size, env.heap_bytes(), notice, self.timeout_s)
+        self.notices = [m.notice for m in members]
+        spins = _SPINS_ALONE if self.size <= (os.cpu_count() or 1) else _SPINS_SHARED
+        self._pidfds = [m.pidfd for m in members]
+        try:
+            self._native = module.World(
+                rank=self.rank,
+                fds=[m.memory_fd for m in members],
+                pidfds=self._pidfds,
+                bytes=[m.memory_bytes for m in members],
+                engines=env.engines(),
+                spins=spins,
+            )
+        except MemoryError as error:
+            raise HardwareError(str(error)) from error
+        finally:
+            for m in members:
+                os.close(m.memory_fd)  # the mapping holds the memory
+
+    @property
+    def native(self) -> Any:
+        """The native world, or an error that says why there is none."""
+        if self._native is None:
+            if not self.local:
+                raise NotSupported("this world spans hosts: there is no shared heap; collectives run on the baseline")
+            raise DovetailError("this world is closed (or belongs to the parent of a forked process): call dovetail.init()")
+        return self._native
+
+    def new_group(self, ranks: Sequence[int], *, name: str = "") -> Group:
+        """A group of some ranks. Every member calls this, in the same order for equal `ranks`; others don't."""
+        members = tuple(ranks)
+        if len(set(members)) != len(members) or not all(0 <= r < self.size for r in members) or not members:
+            raise ValueError(f"ranks must be different and in 0..{self.size - 1}, not {list(members)}")
+        if self.rank not in members:
+            raise ValueError(f"rank {self.rank} is not one of {list(members)}: only members make a group")
+        with self._lock:
+            if not name:
+                self._counts[members] = self._counts.get(members, 0) + 1
+                name = f"#{self._counts[members]}"
+            if (members, name) not in self._groups:
+                self._groups[members, name] = Group(self, members, name)
+            return self._groups[members, name]
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor on this rank's part of the heap."""
+        import torch
+
+        items = math.prod(shape)
+        if any(n < 0 for n in shape):
+            raise ValueError(f"a shape has no negative sizes: {tuple(shape)}")
+        if items == 0:
+            return torch.empty(tuple(shape), dtype=dtype)
+        size_bytes = items * dtype.itemsize
+        try:
+            raw: torch.Tensor = self.native.alloc(size_bytes)
+        except MemoryError as error:
+            raise HardwareError(str(error)) from error
+        return raw.view(dtype).view(tuple(shape))
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of this rank's heap that are taken."""
+        return int(self.native.used_bytes)
+
+    def close(self) -> None:
+        """Lets everything go. Peers that call on with this rank get a `PeerError` or `Timeout`. Safe to call twice."""
+        with self._lock:
+            groups, self._groups = list(self._groups.values()), {}
+        for g in groups:
+            g.close()
+        if self._native is not None:
+            self._native = None  # memory goes with the last tensor over it
+            for fd in self._pidfds:
+                if fd >= 0:
+                    os.close(fd)
+        _worlds.discard(self)
+
+    def _dead_after_fork(self) -> None:
+        if self._native is not None:
+            self._native.forked()
+            native.keep(self._native)  # its threads are the parent's: never run its destructor here
+        self._native = None
+        for g in self._groups.values():
+            g.native = None
+        self._groups = {}
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class Group:
+    """Ranks that call collectives together; `rank` and `size` are this process's place among them."""
+
+    def __init__(self, world: World, ranks: tuple[int, ...], name: str) -> None:
+        self.world, self.ranks, self.name = world, ranks, name
+        self.rank, self.size = ranks.index(world.rank), len(ranks)
+        self.timeout_s = world.timeout_s
+        self.calls: dict[Any, Any] = {}  #: bound calls by shape; filled and read by `dovetail.coll`
+        self.tables: dict[Any, Any] = {}  #: native tables from tensors to bound calls, likewise
+        self.fast: dict[int, dict[str, Any]] = {}  #: collective -> variant -> the method of such a table
+        self.baseline: Any = None  #: the torch process group that stands behind variant "torch"
+        self.native: Any = None
+        self._error: DovetailError | None = None
+        if world.local:
+            self.native = self._join()
+
+    def _join(self) -> Any:
+        key = int.from_bytes(
+            hashlib.blake2b(repr((self.world.token, self.ranks, self.name)).encode(), digest_size=8).digest(), "little"
+        )
+        try:
+            return self.world.native.group(
+                ranks=list(self.ranks), rank=self.rank, key=key or 1, timeout_s=self.timeout_s, max_params=4 * self.size
+            )
+        except MemoryError as error:
+            raise HardwareError(str(error)) from error
+        except RuntimeError as error:
+            how, _, who = str(error).partition(":")
+            if how == "dead":
+                raise PeerError(f"rank {who} died before it joined group {self}", rank=int(who)) from None
+            if how == "late":
+                raise Timeout(f"rank {who} did not join group {self} within {self.timeout_s:g} s") from None
+            raise
+
+    @property
+    def broken(self) -> DovetailError | None:
+        """The error that broke this group, if one did: every later call raises it again."""
+        return self._error
+
+    def set_broken(self, error: DovetailError) -> None:
+        """Remembers the first error that broke the group."""
+        self._error = self._error or error
+
+    def set_timeout(self, seconds: float) -> None:
+        """How long a silent rank is waited for, from the next call on."""
+        if not seconds > 0:
+            raise ValueError(f"a timeout is positive, not {seconds}")
+        self.timeout_s = seconds
+        if self.native is not None:
+            self.native.timeout_ns = int(seconds * 1e9)
+
+    def inject_delay(self, most_us: float) -> None:
+        """For tests: wait a random time up to `most_us` before every step that this rank runs in this group."""
+        self.native.delay_ns = int(most_us * 1000)
+
+    def close(self) -> None:
+        """Ends the group on this rank; its other members find it closed if they call on."""
+        if self.native is not None:
+            self.native.close()
+        self.native = None
+        self.calls.clear()
+        self.tables.clear()
+        self.fast.clear()
+        self.world._groups.pop((self.ranks, self.name), None)
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Group({self.name}, rank {self.rank} of {self.size})"
+
+
+_worlds: weakref.WeakSet[World] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for world in list(_worlds):
+        world._dead_after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,166 @@
+"""The profile and the key that says where it holds.
+
+Owns loading, validating, comparing and saving. The section "coll" is a table by backend, collective and number of
+ranks; each entry is a list of ``[max_bytes, variant]`` or ``[max_bytes, variant, time_us]`` rows in ascending order,
+the last with ``null`` for "any size":
+
+    {"coll": {"cpu": {"all_reduce": {"2": [[16384, "oneshot", 3.1], [null, "twoshot"]]}}}}
+
+Other sections are kept as they are; the packages that own them validate them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from dovetail import env
+from dovetail.profile.file import write_json
+
+SCHEMA = "dovetail.profile/1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """Where a profile holds."""
+
+    device: str
+    """What moves the bytes: a CPU's name and cores, a GPU's name."""
+    driver: str
+    """The kernel or the GPU driver, with its version."""
+    ranks: tuple[int, ...] = ()
+    """Numbers of ranks: those measured, or, of a key that is asked for, those that are needed."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Versions of the software that the figures depend on."""
+
+    def misfit(self, wanted: Key) -> str | None:
+        """Why a profile with this key does not hold for `wanted`, or None when it does."""
+        if self.device != wanted.device:
+            return f"it is of another device ({self.device}; this is {wanted.device})"
+        if self.driver != wanted.driver:
+            return f"it is stale: measured under {self.driver}, this is {wanted.driver}"
+        for name in sorted({*self.versions, *wanted.versions}):
+            then, now = self.versions.get(name, "none"), wanted.versions.get(name, "none")
+            if then != now:
+                return f"it is stale: measured with {name} {then}, this is {now}"
+        if missing := sorted(set(wanted.ranks) - set(self.ranks)):
+            have = ", ".join(map(str, self.ranks)) or "none"
+            return f"it has no figures for {', '.join(map(str, missing))} ranks (it has {have})"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What was measured, by section, and where it holds."""
+
+    key: Key
+    sections: Mapping[str, Any]
+    date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    origin: str = "measured"
+    """The file it came from, ``default`` for the shipped one, ``measured`` for a new one."""
+
+    def merged(self, newer: Profile) -> Profile:
+        """This profile with the figures of `newer` laid over it; `ValueError` when they are not of one machine."""
+        if reason := self.key.misfit(replace(newer.key, ranks=())):
+            raise ValueError(f"the profiles cannot be merged: {reason}")
+        ranks = tuple(sorted({*self.key.ranks, *newer.key.ranks}))
+        return replace(newer, key=replace(newer.key, ranks=ranks), sections=_overlay(self.sections, newer.sections))
+
+
+def load(path: str | os.PathLike[str], key: Key) -> tuple[Profile | None, str]:
+    """The profile in `path` if it holds for `key`, and one line that says what came of it.
+
+    Never raises for what a file contains: a missing, broken, stale or foreign one gives None and the reason.
+    """
+    try:
+        profile = _parse(json.loads(Path(path).read_text(encoding="utf-8")), str(path))
+    except FileNotFoundError:
+        return None, f"no profile at {path}; `dovetail tune` makes one"
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        return None, f"profile {path} ignored: it cannot be read ({error})"
+    except ValueError as error:
+        return None, f"profile {path} ignored: {error}"
+    if reason := profile.key.misfit(key):
+        return None, f"profile {path} ignored: {reason}; `dovetail tune` makes a new one"
+    return profile, f"profile {path} of {profile.date}"
+
+
+def current(key: Key) -> tuple[Profile, str]:
+    """The profile in force: that of `DOVETAIL_PROFILE` or ~/.cache/dovetail/, otherwise the shipped default."""
+    profile, reason = load(env.profile_path(), key)
+    if profile is not None:
+        return profile, reason
+    return default(), f"shipped default ({reason})"
+
+
+def save(profile: Profile, path: str | os.PathLike[str] | None = None) -> Path:
+    """Write `profile` to `path`, or where `current` looks for it; a file that cannot be loaded again is not written."""
+    data = {"schema": SCHEMA, "date": profile.date, "key": asdict(profile.key), "sections": dict(profile.sections)}
+    _parse(data, "this profile")
+    return write_json(data, path if path is not None else env.profile_path())
+
+
+@cache
+def default() -> Profile:
+    """The profile that is shipped: modest choices that work everywhere."""
+    file = Path(__file__).with_name("default.json")
+    return replace(_parse(json.loads(file.read_text(encoding="utf-8")), str(file)), origin="default")
+
+
+def _parse(data: object, origin: str) -> Profile:
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+        raise ValueError(f"its schema is {found!r}, this version reads {SCHEMA!r}")
+    key, sections = data.get("key"), data.get("sections")
+    if not isinstance(key, dict) or not isinstance(sections, dict) or not isinstance(data.get("date"), str):
+        raise ValueError("it needs the objects 'key' and 'sections' and the text 'date'")
+    try:
+        ranks = tuple(int(rank) for rank in key.get("ranks", ()))
+        versions = {str(name): str(version) for name, version in dict(key.get("versions", {})).items()}
+        where = Key(device=str(key["device"]), driver=str(key["driver"]), ranks=ranks, versions=versions)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"its key is not understood ({error!r})") from None
+    _check_coll(sections.get("coll", {}))
+    return Profile(key=where, sections=sections, date=data["date"], origin=origin)
+
+
+def _check_coll(section: Any) -> None:
+    """Raise `ValueError` that names the place when the section "coll" has not the form of the module's docstring."""
+    if not isinstance(section, dict) or not all(isinstance(table, dict) for table in section.values()):
+        raise ValueError("section 'coll' must be an object of backends")
+    for backend, table in section.items():
+        for collective, by_ranks in table.items():
+            where = f"coll.{backend}.{collective}"
+            if not isinstance(by_ranks, dict) or not all(ranks.isdecimal() for ranks in by_ranks):
+                raise ValueError(f"{where} must be an object by number of ranks")
+            for ranks, rows in by_ranks.items():
+                if not isinstance(rows, list) or not rows or not all(_is_row(row) for row in rows):
+                    raise ValueError(f"{where}.{ranks} must be rows [max_bytes or null, variant, time_us]")
+                limits = [row[0] for row in rows]
+                if limits[-1] is not None or None in limits[:-1] or limits[:-1] != sorted(set(limits[:-1])):
+                    raise ValueError(f"{where}.{ranks} must ascend in max_bytes and end with null")
+
+
+def _is_row(row: Any) -> bool:
+    return (
+        isinstance(row, list)
+        and len(row) in (2, 3)
+        and (row[0] is None or (isinstance(row[0], int) and row[0] >= 0))
+        and isinstance(row[1], str)
+        and (len(row) == 2 or isinstance(row[2], int | float))
+    )
+
+
+def _overlay(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(old)
+    for name, value in new.items():
+        below = merged.get(name)
+        both = isinstance(below, Mapping) and isinstance(value, Mapping)
+        merged[name] = _overlay(below, value) if both else value  # type: ignore[arg-type]
+    return merged

@@ -1,0 +1,32 @@
+"""Marks every test with its tier, the folder it lies in, and decides what a missing tool means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dovetail import env
+
+TIERS = ("unit", "ranks", "interp", "gpu", "browser")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        tier = item.path.relative_to(here).parts[0]
+        if tier in TIERS:
+            item.add_marker(tier)
+
+
+@pytest.fixture(scope="session")
+def need() -> Callable[[str, object], None]:
+    """``need("openmpi", openmpi.find())``: skip when the tool is missing, fail when DOVETAIL_REQUIRE names it."""
+
+    def check(tool: str, found: object) -> None:
+        if not found:
+            reason = f"{tool} is missing"
+            pytest.fail(reason) if tool in env.require() else pytest.skip(reason)
+
+    return check

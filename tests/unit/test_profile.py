@@ -1,0 +1,149 @@
+"""Profiles: what is loaded, what is named and ignored, and what is chosen."""
+
+import json
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dovetail import profile
+from dovetail.profile import Key, Profile
+
+KEY = Key(device="cpu A, 2 cores", driver="Linux 6", ranks=(2, 4), versions={"dovetail": "0.1.0", "torch": "2.13.0"})
+COLL = {"cpu": {"all_gather": {"2": [[1024, "b2b", 2.5], [None, "pcpy"]], "4": [[None, "bcst", 9]]}}}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    return profile.save(Profile(key=KEY, sections={"coll": COLL, "kv": {"x": 1}}), tmp_path / "d" / "p.json")
+
+
+def test_round_trip(saved: Path) -> None:
+    found, reason = profile.load(saved, replace(KEY, ranks=(2,)))
+    assert found is not None
+    assert (found.key, dict(found.sections)) == (KEY, {"coll": COLL, "kv": {"x": 1}})
+    assert found.date in reason
+    assert os.listdir(saved.parent) == ["p.json"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "reason"),
+    [
+        (replace(KEY, device="cpu B"), "another device"),
+        (replace(KEY, driver="Linux 7"), "stale.*Linux 6.*Linux 7"),
+        (replace(KEY, versions={"dovetail": "0.2.0", "torch": "2.13.0"}), "stale.*dovetail 0.1.0.*0.2.0"),
+        (replace(KEY, versions={"dovetail": "0.1.0"}), "stale.*torch 2.13.0.*none"),
+        (replace(KEY, ranks=(2, 8)), "no figures for 8 ranks"),
+    ],
+    ids=["foreign", "driver", "version", "gone", "ranks"],
+)
+def test_stale_or_foreign_is_named_and_ignored(saved: Path, wanted: Key, reason: str) -> None:
+    found, why = profile.load(saved, wanted)
+    assert found is None
+    assert str(saved) in why
+    assert "ignored" in why
+    assert re.search(reason, why)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "{}", '{"schema": "dovetail.profile/2"}', '{"schema": "dovetail.profile/1"}', "\xff"],
+)
+def test_broken_file_is_named_and_ignored(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "p.json"
+    path.write_bytes(text.encode("latin-1"))
+    found, why = profile.load(path, KEY)
+    assert found is None
+    assert str(path) in why
+    assert "ignored" in why
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [[], [[1024, "a"]], [[None, "a"], [None, "b"]], [[2, "a"], [1, "b"], [None, "c"]], [["x", "a"]], [[None, 3]], 7],
+)
+def test_a_wrong_table_is_neither_saved_nor_loaded(saved: Path, rows: Any) -> None:
+    wrong = {"coll": {"cpu": {"all_gather": {"2": rows}}}}
+    with pytest.raises(ValueError, match=r"coll\.cpu\.all_gather\.2"):
+        profile.save(Profile(key=KEY, sections=wrong), saved)
+    saved.write_text(json.dumps(json.loads(saved.read_text()) | {"sections": wrong}))
+    found, why = profile.load(saved, KEY)
+    assert found is None
+    assert "coll.cpu.all_gather.2" in why
+
+
+def test_current_follows_the_environment(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOVETAIL_PROFILE", str(saved))
+    assert profile.current(KEY)[0].origin == str(saved)
+    found, why = profile.current(replace(KEY, device="cpu B"))
+    assert found is profile.default()
+    assert "shipped default" in why
+    assert "another device" in why
+    monkeypatch.setenv("DOVETAIL_PROFILE", str(saved.with_name("none.json")))
+    assert "no profile at" in profile.current(KEY)[1]
+
+
+def test_save_without_a_path_goes_where_current_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOVETAIL_PROFILE", str(tmp_path / "x" / "p.json"))
+    profile.save(Profile(key=KEY, sections={}))
+    assert profile.current(KEY)[0].key == KEY
+
+
+def test_merge_keeps_what_the_newer_did_not_measure() -> None:
+    old = Profile(key=KEY, sections={"coll": COLL})
+    table = {"cpu": {"all_gather": {"4": [[None, "pcpy"]]}, "broadcast": {"8": [[None, "pcpy"]]}}}
+    both = old.merged(Profile(key=replace(KEY, ranks=(8,)), sections={"coll": table}))
+    assert both.key.ranks == (2, 4, 8)
+    gathered = both.sections["coll"]["cpu"]["all_gather"]
+    assert gathered == {"2": COLL["cpu"]["all_gather"]["2"], "4": [[None, "pcpy"]]}
+    with pytest.raises(ValueError, match="another device"):
+        old.merged(Profile(key=replace(KEY, device="cpu B"), sections={}))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size_bytes", "variant", "reason"),
+    [
+        (2, 0, "b2b", "up to 1024 bytes, measured 2.5 us"),
+        (2, 1024, "b2b", "up to 1024"),
+        (2, 1025, "pcpy", "larger sizes"),
+        (3, 1, "b2b", "2 ranks.*nearest to 3"),
+        (4, 1, "bcst", "measured 9 us"),
+        (16, 1, "bcst", "4 ranks.*nearest to 16"),
+        (1, 1, "b2b", "nearest to 1"),
+    ],
+)
+def test_choose(ranks: int, size_bytes: int, variant: str, reason: str) -> None:
+    choice = profile.choose("all_gather", ranks, size_bytes, profile=Profile(key=KEY, sections={"coll": COLL}))
+    assert choice.variant == variant
+    assert re.search(reason, choice.reason)
+
+
+def test_an_unknown_collective_falls_to_the_default_then_raises() -> None:
+    mine = Profile(key=KEY, sections={"coll": COLL})
+    assert "shipped default" in profile.choose("broadcast", 2, 1, profile=mine).reason
+    with pytest.raises(ValueError, match="all_sing.*known are all_gather"):
+        profile.choose("all_sing", 2, 1, profile=mine)
+
+
+@pytest.mark.parametrize(("ranks", "size_bytes"), [(0, 1), (2, -1)])
+def test_numbers_out_of_range(ranks: int, size_bytes: int) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        profile.choose("all_gather", ranks, size_bytes)
+
+
+@given(
+    collective=st.sampled_from(
+        ["all_gather", "all_to_all", "all_reduce", "reduce_scatter", "broadcast", "gather", "scatter"]
+    ),
+    ranks=st.integers(1, 64),
+    size_bytes=st.integers(0, 1 << 40),
+)
+def test_the_default_has_an_answer_for_every_call(collective: str, ranks: int, size_bytes: int) -> None:
+    choice = profile.choose(collective, ranks, size_bytes)
+    assert choice.variant
+    assert "shipped default" in choice.reason
