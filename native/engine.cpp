@@ -100,6 +100,7 @@ bool Engine::drive(const std::shared_ptr<Run>& run, int64_t budget_ns) {
 
 void Engine::submit(std::shared_ptr<Run> run) {
   std::lock_guard lock(mutex_);
+  run->submitted_ns = now_ns();
   active_.push_back(std::move(run));
   num_active_.store(static_cast<int>(active_.size()), std::memory_order_release);
   version_.fetch_add(1, std::memory_order_release);

@@ -5,6 +5,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
 
@@ -102,6 +103,7 @@ NB_MODULE(_native, m) {
       .def("raise_signal", &Ticket::raise)
       .def_prop_ro("status", &Ticket::status)
       .def_prop_ro("choice", [](const Ticket& t) { return t.run().choice(); })
+      .def_prop_ro("submitted_ns", [](const Ticket& t) { return t.run().submitted_ns; })
       .def_prop_ro("stamps", [](const Ticket& t) { return t.run().stamps(); })
       .def("failure", [](const Ticket& t) { return failure_of(t.run()); });
   nb::class_<Caller>(m, "Caller")

@@ -148,7 +148,9 @@ bool Run::bind() {
     cursors_[q]->parked = false;
     cursors_[q]->busy.clear();
   }
-  queues_left_.store(program_->num_queues(), std::memory_order_relaxed);
+  int left = 0;
+  for (int q = 0; q < program_->num_queues(); ++q) left += program_->queues[q] < program_->queues[q + 1];
+  queues_left_.store(left, std::memory_order_relaxed);
   return true;
 }
 
@@ -201,7 +203,7 @@ bool Run::move() {
       c.busy.clear(std::memory_order_release);
     }
   }
-  if (program_->num_queues() == 0) finish();
+  if (queues_left_.load(std::memory_order_acquire) == 0) finish();  // no-op if the last queue has done so
   return progress;
 }
 
@@ -351,6 +353,7 @@ bool Run::at_rest() const {
 // --- the end --------------------------------------------------------------------------------------------------------------
 
 void Run::finish() {
+  if (finished()) return;
   call_->num_runs.fetch_add(1, std::memory_order_relaxed);
   if (choice_ == kDirect) call_->num_direct.fetch_add(1, std::memory_order_relaxed);
   end(Status::Done);

@@ -70,6 +70,7 @@ class Run {
   int slot_index() const { return slot_; }
   int choice() const { return choice_; }
   const std::vector<int64_t>& stamps() const { return stamps_; }
+  int64_t submitted_ns = 0;         // when it was enqueued
   std::function<void()> on_finish;  // called once, by whoever finished it, with no flag held
 
  private:

@@ -1,8 +1,8 @@
 """Plans by hand, broken twins of them, and a machine that runs a plan byte by byte under a random schedule.
 
-The machine is the checker's opponent: it knows nothing of happens-before. It takes one enabled step after another, in an
-order that starves some queues, and finds a plan wrong if it hangs or if a caller sees a wrong byte at its end. A byte is
-a 64-bit token; callers spoil all their buffers as soon as they own them, so that a late access shows.
+The machine is the checker's opponent: it knows nothing of happens-before. It takes one enabled step after another, in
+an order that starves some queues, and finds a plan wrong if it hangs or if a caller sees a wrong byte at its end. A
+byte is a 64-bit token; callers spoil all their buffers as soon as they own them, so that a late access shows.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+
+from dovetail.errors import PlanError
 from dovetail.plan import AT_RUN, Buffer, External, Op, Plan, Queue, Role, Signal, SignalKind, Space
 from dovetail.plan import step as st
+from dovetail.plan.check import check
 from dovetail.plan.step import Rows
 
 HEAP, LOCAL = Space.HEAP, Space.LOCAL
@@ -158,9 +161,8 @@ class Machine:
 
     def _finished(self, rank: int) -> bool:
         run = self.started[rank] - 1
-        queues = all(
-            self.at[q] >= [run, len(self.plan.queues[q])] for q in range(len(self.at)) if self.plan.queues[q].rank == rank
-        )
+        mine = [q for q, queue in enumerate(self.plan.queues) if queue.rank == rank]
+        queues = all(self.at[q] >= [run, len(self.plan.queues[q])] for q in mine)
         outside = [e for e, x in enumerate(self.outside) if not x.before and _rank(x) == rank]
         return queues and all(self.external[e] > run for e in outside)
 
@@ -177,7 +179,8 @@ class Machine:
     def _promised(self, i: int) -> bool:
         (signal, values), (run, k) = self.imports[i], self.imported[i]
         mine = [x for x in self.plan.external if x.before and x.before[0] == signal and x.before[1] <= values[k]]
-        ends = [e for e, o in enumerate(self.outside) for x in mine if (x.read, x.write, x.after) == (o.read, o.write, o.after)]
+        accesses = [(x.read, x.write, x.after) for x in mine]
+        ends = [e for e, x in enumerate(self.outside) if (x.read, x.write, x.after) in accesses]
         if not ends:
             return self.started[self.plan.signals[signal].rank] > run
         return all(self.external[e] > run for e in ends)
@@ -311,6 +314,15 @@ def _combined(row: np.void, values: list[np.ndarray]) -> np.ndarray:
     for v in values:
         total = (total ^ v) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1)
     return total
+
+
+def rejection(plan: Plan) -> PlanError | None:
+    """The checker's error, or None if it accepts the plan."""
+    try:
+        check(plan)
+    except PlanError as error:
+        return error
+    return None
 
 
 def faults(plan: Plan, *, runs: int = 2, schedules: int = 20, seed: int = 0) -> str:

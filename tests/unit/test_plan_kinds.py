@@ -10,6 +10,9 @@ import random
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as hs
+
 from dovetail.errors import PlanError
 from dovetail.plan import (
     ABSENT,
@@ -29,10 +32,8 @@ from dovetail.plan import (
 from dovetail.plan import step as st
 from dovetail.plan.check import check
 from dovetail.plan.step import UNBOUNDED
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as hs
 
-from .planlib import HEAP, LOCAL, buffer, changed, faults, find, queue, signals, swapped, with_steps, without
+from .planlib import HEAP, LOCAL, buffer, changed, faults, find, queue, rejection, signals, swapped, with_steps, without
 
 ENTRY, IMPORTED, EXPORTED = SignalKind.ENTRY, SignalKind.IMPORTED, SignalKind.EXPORTED
 
@@ -336,23 +337,20 @@ def test_every_signal_is_needed(kind: str) -> None:
 @pytest.mark.parametrize("op", [Op.SIGNAL, Op.WAIT])
 @pytest.mark.parametrize("kind", KINDS)
 def test_swapped_signals_are_rejected(kind: str, op: Op) -> None:
-    """Each pair of signals, or of waits, of two queues, exchanged; a twin that still works is not refuted by running."""
+    """Pairs of signals, or of waits, of two queues, exchanged. A twin that is accepted must still run well."""
     plan = KINDS[kind]
     words = find(plan, op)
     pairs = [(a, b) for a in words for b in words if a[0] < b[0] and plan.step(*a).signal != plan.step(*b).signal]
-    if len(pairs) > 60:
-        pairs = random.Random(0).sample(pairs, 60)
+    if len(pairs) > 30:
+        pairs = random.Random(0).sample(pairs, 30)
     verdicts = [_rejected(swapped(plan, a, b)) for a, b in pairs]
     assert any(verdicts)
 
 
 def _rejected(plan: Plan) -> bool:
-    try:
-        check(plan)
-    except PlanError:
-        return True
-    assert faults(plan, schedules=5) == ""
-    return False
+    rejected = rejection(plan) is not None
+    assert rejected or faults(plan, schedules=5) == ""
+    return rejected
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -412,14 +410,16 @@ def test_mixed_ring_slot_reused_too_early() -> None:
     early = next(w for w in find(plan, Op.WAIT) if plan.describe(*w).endswith("wait freed 0 >= 1"))
     with pytest.raises(PlanError, match=r"race: .* are not ordered on rank 0 buffer view bytes \[0, 16\)") as error:
         check(without(plan, *early))
-    assert {s.split(" step ")[0] for s in map(str, error.value.steps)} == {"rank 0 queue 0 (stage)", "rank 1 queue 0 (pull)"}
+    queues = {str(s).split(" step ")[0] for s in error.value.steps}
+    assert queues == {"rank 0 queue 0 (stage)", "rank 1 queue 0 (pull)"}
 
 
 def test_mixed_peer_may_not_read_an_ordinary_tensor() -> None:
     plan = mixed()
     view = plan.buffers[2]
     in_place = buffer("view", Role.VIEW, view.sizes, of=0, staged=(False, False))
-    broken = with_steps(plan.replace(buffers=(*plan.buffers[:2], in_place)), 0, st.sequence(st.signal(0, COUNT), st.wait(2, COUNT)))
+    broken = plan.replace(buffers=(*plan.buffers[:2], in_place))
+    broken = with_steps(broken, 0, st.sequence(st.signal(0, COUNT), st.wait(2, COUNT)))
     with pytest.raises(PlanError, match="rank 0 buffer input bytes .* local to its rank"):
         check(broken)
 
@@ -531,9 +531,8 @@ def mutants(draw: hs.DrawFn) -> Plan:
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=mutants(), seed=hs.integers(0, 1000))
 def test_no_schedule_refutes_a_proof(plan: Plan, seed: int) -> None:
-    try:
-        check(plan)
-    except PlanError as error:
+    error = rejection(plan)
+    if error is not None:
         assert error.steps
-        return
-    assert faults(plan, runs=3, schedules=10, seed=seed) == ""
+    else:
+        assert faults(plan, runs=3, schedules=10, seed=seed) == ""

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from dovetail import env
-from dovetail.coll.failure import error_of
-from dovetail.coll.recipes import AS_INPUT, VARIANTS, Collective, Shape, recipe
+from dovetail.coll.recipes import AS_INPUT, Collective, Shape, describe_call, recipe, word_of
 from dovetail.errors import DovetailError
 from dovetail.hw.cpu import native
+from dovetail.hw.cpu.failure import error_of
 from dovetail.hw.cpu.program import compile_plan, layout_of
 from dovetail.hw.world import Group
 from dovetail.plan import passes
@@ -22,13 +22,6 @@ from dovetail.plan.plan import Plan
 
 DONE = 1
 DIRECT, STAGED_HEAP, STAGED_ORDINARY = range(3)
-
-
-def word_of(s: Shape) -> int:
-    """What ranks compare: collective, dtype, reduction, variant, root, uneven and in-place, in 64 bits."""
-    variant = VARIANTS[s.collective].index(s.variant)
-    flags = int(s.uneven) | int(s.in_place) << 1
-    return s.collective | s.dtype << 8 | s.op << 16 | variant << 24 | s.root << 32 | flags << 56
 
 
 class Bound:
@@ -95,7 +88,9 @@ class Bound:
         """The error for a failed run, remembered by the group if it broke it."""
         if self._planner_error is not None:
             return self._planner_error
-        return error_of(self.group, self.shape, self.plans.get(failure["choice"]), failure)
+        s = self.shape
+        label = f"{s.collective.name.lower()} ({s.variant}, {s.size_bytes} bytes)"
+        return error_of(self.group, label, self.plans.get(failure["choice"]), failure, describe_call)
 
     def __repr__(self) -> str:
         return f"Bound({Collective(self.shape.collective).name.lower()}, {self.shape.variant}, {self.shape.size_bytes} B)"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 from dovetail.plan import passes
 from dovetail.plan.build import all_gather, all_to_all, reduction, rooted
@@ -28,7 +29,6 @@ class Collective(IntEnum):
     GATHER = 6
     SCATTER = 7
     BARRIER = 8
-    PLAN = 9  #: a plan that the caller made
 
 
 #: Variants of each collective, besides `auto` and `torch`. The number of a variant is its place here.
@@ -107,17 +107,26 @@ def _all_to_all(s: Shape) -> Recipe:
             staged_name="pull",
             scratch_ordinary=AS_INPUT,
         )
+    rings = Chunks(size_bytes=n).ring_bytes * w
+    if s.in_place:
+        return Recipe(
+            direct=lambda: all_to_all.swap(w, n),
+            staged=lambda ordinary: all_to_all.swap_staged(w, n, ordinary=ordinary),
+            staged_name="pull",
+            scratch_heap=rings,
+            scratch_ordinary=rings,
+        )
     direct = {
         "pcpy": lambda: all_to_all.pcpy(w, n),
         "b2b": lambda: passes.b2b(all_to_all.pcpy(w, n)),
-        "swap": lambda: all_to_all.swap(w, n) if s.in_place else all_to_all.swap_copied(w, n),
+        "swap": lambda: all_to_all.swap_copied(w, n),
         "pull": lambda: all_to_all.pull(w, n, chunks=_whole(n)),
     }[s.variant]
     return Recipe(
         direct=direct,
         staged=lambda ordinary: all_to_all.pull(w, n, ordinary=(ordinary,) * w),
         staged_name="pull",
-        scratch_ordinary=Chunks(size_bytes=n).ring_bytes * w,
+        scratch_ordinary=rings,
     )
 
 
@@ -198,3 +207,31 @@ _MAKERS: dict[Collective, Callable[[Shape], Recipe]] = {
     Collective.SCATTER: _scatter,
     Collective.BARRIER: _barrier,
 }
+
+
+def word_of(s: Shape) -> int:
+    """What ranks compare: collective, dtype, reduction, variant, root, uneven and in-place, in 64 bits."""
+    variant = VARIANTS[s.collective].index(s.variant)
+    flags = int(s.uneven) | int(s.in_place) << 1
+    return s.collective | s.dtype << 8 | s.op << 16 | variant << 24 | s.root << 32 | flags << 56
+
+
+def describe_call(state: dict[str, Any], size: int) -> str:
+    """A call as its slot shows it: `all_gather(1024 bytes, variant pcpy)`. The reverse of `word_of`."""
+    word, size_bytes, params = state["call"], state["size_bytes"], state["params"]
+    if word & 0xFF not in set(VARIANTS):
+        return f"a plan of its own (fingerprint {word >> 8:x})"
+    collective = Collective(word & 0xFF)
+    parts = [f"{size_bytes} bytes"] if not params else []
+    if params:
+        sends, receives = params[size : 2 * size], params[3 * size : 4 * size]
+        parts.append(f"sends {sends} and receives {receives} bytes")
+    if collective in (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER):
+        parts += [DType(word >> 8 & 0xFF).name.lower(), ReduceOp(word >> 16 & 0xFF).name.lower()]
+    if collective in (Collective.BROADCAST, Collective.GATHER, Collective.SCATTER):
+        parts.append(f"root {word >> 32 & 0xFFFFFF}")
+    names = VARIANTS.get(collective, ())
+    number = word >> 24 & 0xFF
+    if number < len(names):
+        parts.append(f"variant {names[number]}")
+    return f"{collective.name.lower()}({', '.join(parts)})"

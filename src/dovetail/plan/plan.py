@@ -11,6 +11,7 @@ except in a `captured` plan, whose values are absolute and whose last steps rese
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -187,6 +188,16 @@ class Plan:
         text = self.step(queue, index).describe([b.name for b in self.buffers], [s.name for s in self.signals])
         local = [n for n, other in enumerate(self.queues) if other.rank == q.rank].index(queue)
         return f"rank {q.rank} queue {local}{f' ({q.name})' if q.name else ''} step {index}: {text}"
+
+    def fingerprint(self) -> int:
+        """56 bits that differ for plans that differ: what ranks compare before they run one."""
+        digest = hashlib.blake2b(digest_size=7)
+        for part in (self.name, self.world, self.buffers, self.signals, self.params, self.equal, self.captured):
+            digest.update(repr(part).encode())
+        for q in self.queues:
+            digest.update(repr((q.rank, q.engine, len(q))).encode() + q.steps.tobytes())
+        digest.update(self.sources.tobytes())
+        return int.from_bytes(digest.digest(), "little")
 
     def counts(self, rank: int) -> Counts:
         """Commands, syncs and engines of one rank."""

@@ -150,6 +150,28 @@ def swap_copied(world: int, size_bytes: int) -> Plan:
     return a.plan()
 
 
+def swap_staged(world: int, size_bytes: int, *, ordinary: bool = True, chunks: Chunks | None = None) -> Plan:
+    """In place for any tensors: a chunk is overwritten only after it was put into the ring of the peer it goes to."""
+    a = Assembly("all_to_all swap staged", world)
+    n, ch = size_bytes, chunks or Chunks(size_bytes=size_bytes)
+    data = a.buffer("data", Role.INOUT, n * world, Space.LOCAL if ordinary else Space.HEAP)
+    rings = a.buffer("rings", Role.SCRATCH, ch.ring_bytes * world)
+    ready = a.pair_signals("ready")
+    freed = a.pair_signals("freed")
+    _goal(a, data, data, n)
+    for i in range(world):
+        for e, j in enumerate(a.peers(i)):
+            fill = ch.fill((i, data, j * n), (i, rings, j * ch.ring_bytes), ready[i, j], [freed[j, i]])
+            a.queue(i, e, fill, name=f"to {j}")
+            ring = i * ch.ring_bytes
+            drain = ch.drain((j, rings, ring), ring, (i, data, j * n), ready[j, i], freed[i, j])
+            drain["src_offset"] = drain["src_alt"]  # always staged
+            waits = st.wait(np.full(ch.count, ready[i, j]), ch.numbers)
+            rows = st.interleave(waits, drain[0::3], drain[1::3], drain[2::3])
+            a.queue(i, world + e, rows, name=f"from {j}")
+    return a.plan()
+
+
 def pull(
     world: int,
     size_bytes: int,

@@ -13,7 +13,7 @@ import numpy as np
 from dovetail.plan.check.chains import Ints
 
 #: A cut that has not settled after so many rounds, or needs so many cells, is given up.
-_MAX_ROUNDS, _MAX_CELLS = 4096, 1 << 23
+_MAX_ROUNDS, _MAX_CELLS = 1024, 1 << 23
 
 
 class TooFineError(Exception):

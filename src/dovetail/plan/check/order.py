@@ -63,10 +63,6 @@ class Order:
         """Does node a happen before the end of `rank`?"""
         return self.clock[self.num_epochs + rank, self.chains.chain[a]] > self.chains.index[a]
 
-    def started_by_end(self, rank: int, other: int) -> bool:
-        """Does the start of `rank` happen before the end of `other`?"""
-        return bool(self.clock[self.num_epochs + other, len(self.chains) + rank] > 0)
-
     def _inherited(self) -> tuple[Ints, NDArray[np.int32]]:
         """For each epoch, which clock of the run before it knows: one per set of ranks whose start it knows."""
         starts = self.clock[: self.num_epochs, len(self.chains) :] > 0

@@ -42,11 +42,15 @@ def releases(plan: Plan, chains: Chains, text: Text) -> Releases:
     needs: list[tuple[int, ...] | None] = [(r,) if r >= 0 else None for r in release.tolist()]
     gates = [-1] * len(needs)
     imported = np.array([s.kind is SignalKind.IMPORTED for s in plan.signals] + [False], bool)
+    promises: dict[int, list[tuple[int, int]]] = {}
+    for number, outside in enumerate(chains.outside):
+        for s, value in outside.before:
+            promises.setdefault(s, []).append((value, chains.outside_node(number)))
     signal = chains.rows["signal"][waits]
     for w in np.flatnonzero(imported[signal]).tolist():
         s, value = int(signal[w]), int(chains.rows["value"][waits[w]])
-        ends = [n for n, o in enumerate(chains.outside) if any(t == s and v <= value for t, v in o.before)]
-        needs[w] = tuple(chains.outside_node(n) for n in ends)
+        ends = tuple(node for v, node in promises.get(s, ()) if v <= value)
+        needs[w] = ends
         gates[w] = -1 if ends else plan.signals[s].rank
     return Releases(waits, needs, gates)
 

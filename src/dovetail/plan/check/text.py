@@ -9,6 +9,7 @@ from dovetail.errors import PlanError
 from dovetail.plan.check.chains import Chains
 from dovetail.plan.check.memory import Memories
 from dovetail.plan.plan import Plan, Region
+from dovetail.plan.step import Step
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,8 +32,6 @@ class Text:
 
     def goal(self, row: int) -> str:
         """A row of the goal."""
-        from dovetail.plan.step import Step
-
         rows = self.plan.goal[row]
         first = int(rows["first_source"])
         step = Step(rows, self.plan.sources[first : first + int(rows["num_sources"])])

@@ -2,43 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from dovetail.coll.recipes import VARIANTS, Collective, Shape
 from dovetail.errors import DovetailError, HardwareError, MismatchError, PeerError, Timeout
 from dovetail.hw.cpu.program import body_of
 from dovetail.hw.world import Group
 from dovetail.plan.plan import Plan
-from dovetail.plan.step import DType, ReduceOp
 
 DEAD, LATE, MISMATCH, BROKEN, BOUNDS, MEMORY, PLANNER = range(2, 9)
 _CLOSED, _FAILED = 3, 4
 
 
-def describe_call(word: int, size_bytes: int, params: list[int], size: int) -> str:
-    """A call as its slot shows it: `all_gather(1024 bytes, variant pcpy)`."""
-    collective = Collective(word & 0xFF)
-    parts = [f"{size_bytes} bytes"] if not params else []
-    if params:
-        sends, receives = params[size : 2 * size], params[3 * size : 4 * size]
-        parts.append(f"sends {sends} and receives {receives} bytes")
-    if collective in (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER):
-        parts += [DType(word >> 8 & 0xFF).name.lower(), ReduceOp(word >> 16 & 0xFF).name.lower()]
-    if collective in (Collective.BROADCAST, Collective.GATHER, Collective.SCATTER):
-        parts.append(f"root {word >> 32 & 0xFFFFFF}")
-    names = VARIANTS.get(collective, ())
-    number = word >> 24 & 0xFF
-    if number < len(names):
-        parts.append(f"variant {names[number]}")
-    return f"{collective.name.lower()}({', '.join(parts)})"
+Describe = Callable[[dict[str, Any], int], str]
+"""Turns what a slot shows (`call`, `size_bytes`, `params`) and the size of the group into the text of a call."""
 
 
-def error_of(group: Group, shape: Shape, plan: Plan | None, failure: dict[str, Any]) -> DovetailError:
+def error_of(group: Group, label: str, plan: Plan | None, failure: dict[str, Any], describe: Describe) -> DovetailError:
     """The error of a failed run. One that broke the group is remembered: later calls raise it again."""
     status, about = failure["status"], failure["about"]
-    what = f"{shape.collective.name.lower()} ({shape.variant}, {shape.size_bytes} bytes, run {failure['run']}) on {group}"
+    what = f"{label}, run {failure['run']} on {group}"
     if status == MISMATCH:
-        return _mismatch(group, failure)
+        return _mismatch(group, failure, describe)
     if group.broken is not None:
         return group.broken
     where = _where(group, plan, failure)
@@ -62,21 +47,16 @@ def error_of(group: Group, shape: Shape, plan: Plan | None, failure: dict[str, A
     return error
 
 
-def _mismatch(group: Group, failure: dict[str, Any]) -> DovetailError:
-    calls, params = {}, {}
-    for r in {group.rank, failure["about"]}:
-        state = group.native.peer_state(r, failure["slot"], failure["lane"])
-        params[r] = state["params"]
-        calls[r] = describe_call(state["call"], state["size_bytes"], state["params"], group.size)
-    if failure["param_a"] >= 0:
-        sender, receiver = failure["param_a"] // (4 * group.size), failure["param_b"] // (4 * group.size)
-        for r in (sender, receiver):
-            state = group.native.peer_state(r, failure["slot"], failure["lane"])
-            params[r] = state["params"]
-            calls[r] = describe_call(state["call"], state["size_bytes"], state["params"], group.size)
+def _mismatch(group: Group, failure: dict[str, Any], describe: Describe) -> DovetailError:
+    sender, receiver = failure["param_a"] // (4 * group.size), failure["param_b"] // (4 * group.size)
+    splits = failure["param_a"] >= 0
+    shown = {sender, receiver} if splits else {group.rank, failure["about"]}
+    states = {r: group.native.peer_state(r, failure["slot"], failure["lane"]) for r in shown}
+    calls = {r: describe(state, group.size) for r, state in states.items()}
+    if splits:
         text = (
-            f"rank {sender} sends {params[sender][group.size + receiver]} bytes to rank {receiver}, "
-            f"which expects {params[receiver][3 * group.size + sender]}; nothing was moved"
+            f"rank {sender} sends {states[sender]['params'][group.size + receiver]} bytes to rank {receiver}, "
+            f"which expects {states[receiver]['params'][3 * group.size + sender]}; nothing was moved"
         )
         return MismatchError(text, calls=calls)
     return MismatchError(f"the ranks of {group} do not make the same call; nothing was moved", calls=calls)

@@ -1,0 +1,59 @@
+"""`dovetail phases`: where the time of one copy goes, by size."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dovetail.cli.bench import progress_bar
+from dovetail.measure.sizes import format_bytes, geometric
+
+_EXAMPLES = """Examples:
+
+dovetail phases
+
+dovetail phases -b 1K -e 64M -f 2 --json phases.json
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("phases", epilog=_EXAMPLES)(phases)
+
+
+def phases(
+    begin: Annotated[str, typer.Option("--begin", "-b", help="Smallest copy.")] = "1K",
+    end: Annotated[str, typer.Option("--end", "-e", help="Largest copy.")] = "16M",
+    factor: Annotated[float, typer.Option("--factor", "-f", help="From one size to the next.")] = 4,
+    iters: Annotated[int | None, typer.Option(min=1, help="Copies of each size; by size if not given.")] = None,
+    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write a record to FILE.")] = None,
+) -> None:
+    """Take the time of a copy by an engine apart: control, schedule, copy, sync.
+
+    Control: the command is built and put into the queue. Schedule: until the engine begins it. Copy: the bytes move.
+    Sync: until the caller knows.
+    """
+    sizes = geometric(begin, end, factor)
+    from rich.console import Console
+    from rich.table import Table
+
+    from dovetail.bench.phases import PHASES, rows
+
+    with progress_bar() as progress:
+        found = rows(sizes, iterations=iters, progress=progress)
+    table = Table(title="phases of a copy, backend cpu: us (share)", title_justify="left", box=None, pad_edge=False)
+    table.add_column("size B")
+    for name in (*PHASES, "total us", "not copying"):
+        table.add_column(name, justify="right")
+    for row in found:
+        cells = [f"{row[f'{phase}_us']:.3g} ({row[f'{phase}_share']:4.0%})" for phase in PHASES]
+        table.add_row(format_bytes(row["size_bytes"]), *cells, f"{row['total_us']:.4g}", f"{1 - row['copy_share']:.0%}")
+    console = Console() if sys.stdout.isatty() else Console(width=120)
+    console.print(table)
+    if json is not None:
+        from dovetail.measure import record
+
+        record.write(record.new("phases", ["dovetail", *sys.argv[1:]], found), json)

@@ -1,0 +1,125 @@
+"""`dovetail tune`: measures the variants on this machine and saves what `auto` will choose by."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dovetail.bench.spec import COLLECTIVES, Spec
+from dovetail.cli.bench import progress_bar, words
+from dovetail.measure.sizes import format_bytes, geometric
+
+if TYPE_CHECKING:
+    from dovetail.bench.tune import Winner
+
+_EXAMPLES = """Examples:
+
+dovetail tune
+
+dovetail tune --only coll --ranks 2,4,8 --budget 2m --json tune.json
+"""
+_SECTIONS = ("coll",)
+_TORCH = "torch"
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("tune", epilog=_EXAMPLES)(tune)
+
+
+def tune(
+    only: Annotated[str, typer.Option(help=f"Sections of the profile, out of {', '.join(_SECTIONS)}.")] = "coll",
+    budget: Annotated[str, typer.Option(help="Time for everything, such as 60s or 2m.")] = "60s",
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks to measure.")] = "2,4",
+    begin: Annotated[str, typer.Option("--begin", "-b", help="Smallest size.")] = "1K",
+    end: Annotated[str, typer.Option("--end", "-e", help="Largest size.")] = "16M",
+    factor: Annotated[float, typer.Option("--factor", "-f", help="From one size to the next.")] = 4,
+    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write a record to FILE.")] = None,
+) -> None:
+    """Measure every variant of every collective, and torch's own, and save the fastest by ranks and size.
+
+    The profile goes to ~/.cache/dovetail/ or DOVETAIL_PROFILE; figures in it for other numbers of ranks are kept. A
+    variant with a wrong result is never chosen. Exit 1 if there was one.
+    """
+    for name in words(only):
+        if name not in _SECTIONS:
+            raise ValueError(f"--only: {name!r} is not known; there are {', '.join(_SECTIONS)}")
+    numbers = _numbers(ranks)
+    sizes = tuple(geometric(begin, end, factor))
+    budget_s = parse_seconds(budget)
+    from dovetail import coll, profile
+    from dovetail.bench import runner
+    from dovetail.bench import tune as tuning
+    from dovetail.measure import machine, record
+
+    variants = tuple(dict.fromkeys([*(v for name in COLLECTIVES for v in coll.variants(name)), _TORCH]))
+    deadline = time.monotonic() + budget_s
+    rows = []
+    for index, number in enumerate(numbers):
+        share_s = (deadline - time.monotonic()) / (len(numbers) - index)
+        # About half of the time goes into checks, starts and slow first calls.
+        seconds = max(share_s / 2 / (len(COLLECTIVES) * len(sizes) * 4), 1e-3)
+        spec = Spec(collectives=COLLECTIVES, ranks=number, sizes=sizes, variants=variants, seconds=seconds,
+                    limit_s=max(share_s, 0.0))  # fmt: skip
+        with progress_bar() as progress:
+            outcome = runner.run(spec, progress)
+        rows += outcome.rows
+        for note in outcome.notes:
+            print(f"note: {number} ranks: {note}", file=sys.stderr)
+    found = tuning.winners(rows)
+    new = profile.Profile(key=machine.profile_key(numbers), sections={"coll": tuning.section(found)})
+    old, _ = profile.load(_path(), machine.profile_key())
+    saved = profile.save(old.merged(new) if old else new)
+    _show(found)
+    print(f"profile: {saved}")
+    if json is not None:
+        record.write(record.new("tune", ["dovetail", *sys.argv[1:]], rows), json)
+    if not all(row["correct"] for row in rows):
+        print("a result was WRONG; that variant is not in the profile", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds from ``'60s'``, ``'2m'``, ``'90'``."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*", text)
+    if found is None or float(found[1]) <= 0:
+        raise ValueError(f"{text!r} is not a time; write seconds, or a number with s, m or h, such as '60s'")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def _numbers(text: str) -> list[int]:
+    numbers = [int(word) if word.isdecimal() else 0 for word in words(text)]
+    if not numbers or min(numbers) < 1:
+        raise ValueError(f"--ranks: {text!r} must be numbers of at least 1, such as 2,4")
+    return sorted(set(numbers))
+
+
+def _path() -> Path:
+    from dovetail import env
+
+    return env.profile_path()
+
+
+def _show(found: list[Winner]) -> None:
+    """A table per number of ranks: sizes down, collectives across."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console() if sys.stdout.isatty() else Console(width=120)
+    for ranks in dict.fromkeys(winner.ranks for winner in found):
+        own = [winner for winner in found if winner.ranks == ranks]
+        table = Table(title=f"{ranks} ranks: fastest variant (us)", title_justify="left", box=None, pad_edge=False)
+        table.add_column("size B")
+        collectives = list(dict.fromkeys(winner.collective for winner in own))
+        for collective in collectives:
+            table.add_column(collective)
+        cells = {(w.collective, w.size_bytes): f"{w.variant} {w.time_us:.4g}" for w in own}
+        for size_bytes in sorted({winner.size_bytes for winner in own}):
+            table.add_row(format_bytes(size_bytes), *(cells.get((name, size_bytes), "") for name in collectives))
+        console.print(table)

@@ -1,0 +1,132 @@
+"""Runs any plan on the software engines of a group: the executor behind the seam that GPUs will share.
+
+Collectives have their own, faster way in (`dovetail.coll`); this is for plans that somebody made or rewrote: phases, tests,
+and whatever imports and exports signals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from dovetail import env
+from dovetail.errors import DovetailError, PlanError, Timeout
+from dovetail.hw.cpu import native
+from dovetail.hw.cpu.failure import error_of
+from dovetail.hw.cpu.program import compile_plan, layout_of
+from dovetail.hw.world import Group
+from dovetail.plan.check import check
+from dovetail.plan.plan import ABSENT, Plan, SignalKind
+
+_PLAN_CALL = 0xFF  # no collective has this number
+_DIRECT = 0
+
+
+class PlanTicket:
+    """A plan in flight on this rank."""
+
+    def __init__(self, runner: PlanRunner, ticket: Any, tensors: tuple[Any, ...]) -> None:
+        self._runner, self._ticket, self._tensors = runner, ticket, tensors
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Blocks until this rank's part is over; raises its error."""
+        status = self._ticket.wait(-1.0 if timeout_s is None else timeout_s)
+        if status == 0:
+            raise Timeout(f"plan {self._runner.plan.name} was not over after {timeout_s:g} s; it goes on")
+        if status != 1:
+            raise self._runner.error(self._ticket.failure())
+
+    def fire(self) -> None:
+        """Opens the gate of a plan with the `prelaunch` pass."""
+        self._ticket.fire()
+
+    def raise_signal(self, name: str, value: int = 1) -> None:
+        """Raises an imported signal of this rank. One value after the other, growing."""
+        plan = self._runner.plan
+        for n, s in enumerate(plan.signals):
+            if s.name == name and s.kind is SignalKind.IMPORTED and s.rank == self._runner.group.rank:
+                if not self._ticket.raise_signal(n, value):
+                    raise DovetailError(f"signal {name!r} can't be raised yet: an earlier run of this lane is not over")
+                return
+        raise PlanError(f"plan {plan.name} imports no signal {name!r} on rank {self._runner.group.rank}")
+
+    def is_over(self) -> bool:
+        """True once this rank's part is over, well or not. Advances nothing: somebody else must."""
+        return bool(self._ticket.status != 0)
+
+    @property
+    def submitted_ns(self) -> int:
+        """When it was enqueued, on the same clock as the stamps."""
+        return int(self._ticket.submitted_ns)
+
+    @property
+    def stamps_ns(self) -> list[int]:
+        """Times that STAMP steps took, on the clock of time.monotonic_ns."""
+        return list(self._ticket.stamps)
+
+
+class PlanRunner:
+    """A plan, compiled for this rank of a group. Every member makes one from the same plan."""
+
+    def __init__(self, group: Group, plan: Plan) -> None:
+        if plan.world != group.size:
+            raise PlanError(f"plan {plan.name} is for {plan.world} ranks, {group} has {group.size}")
+        if env.check():
+            check(plan, runs=2)
+        self.group, self.plan = group, plan
+        self._layout = layout_of(plan)
+        self._names = [plan.buffers[n].name for n in self._layout.user]
+        module = native.load()
+        grows = self._layout.scratch_bytes < 0
+        scratch = int(module.SCRATCH_AS_INPUT) if grows else self._layout.scratch_bytes
+        self._caller: Any = module.Caller(
+            world=group.world.native,
+            group=group.native,
+            word=_PLAN_CALL | plan.fingerprint() << 8,
+            size_bytes=0,
+            num_user=len(self._names),
+            input=self._layout.input,
+            output=self._layout.output,
+            bytes=[0] * len(self._names),
+            scratch_heap=scratch,
+            scratch_ordinary=scratch,
+            has_direct=False,
+            planner=_no_planner,
+        )
+        program = compile_plan(plan, group.rank, self._layout)
+        for choice in range(3):
+            self._caller.set_program(choice, program)
+
+    def submit(self, tensors: Mapping[str, Any], params: Sequence[int] = (), *, gated: bool = False) -> PlanTicket:
+        """Starts a run. `tensors`: this rank's buffers by name; `params`: what it posts, in the plan's order."""
+        if missing := set(tensors) ^ {n for n in self._names if self._has(n)}:
+            raise ValueError(f"plan {self.plan.name} takes the buffers {self._names}; wrong or missing: {sorted(missing)}")
+        given = [tensors.get(n) for n in self._names]
+        pointers = [0 if t is None else t.data_ptr() for t in given]
+        sizes = [0 if t is None else t.nbytes for t in given]
+        ticket = self._caller.start(pointers, sizes, list(params), gated, None)
+        return PlanTicket(self, ticket, tuple(given))
+
+    def _has(self, name: str) -> bool:
+        buffer = self.plan.buffers[self._layout.user[self._names.index(name)]]
+        return buffer.sizes[self.group.rank] != ABSENT
+
+    def error(self, failure: dict[str, Any]) -> DovetailError:
+        """The error of a failed run."""
+        return error_of(self.group, f"plan {self.plan.name}", self.plan, failure, _describe)
+
+    def __enter__(self) -> PlanRunner:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._caller = None
+
+
+def _no_planner(_: int) -> None:
+    return None
+
+
+def _describe(state: dict[str, Any], size: int) -> str:
+    word = state["call"]
+    return f"a plan (fingerprint {word >> 8:x})" if word & 0xFF == _PLAN_CALL else f"collective {word & 0xFF}"

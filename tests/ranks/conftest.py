@@ -1,0 +1,161 @@
+"""Pools of real rank processes, kept for the whole test session: a test sends a function to every rank of a pool.
+
+A test that kills, stops or breaks ranks starts its own with `dovetail.launch`, or with `spare_pool`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import multiprocessing.connection as mpc
+import os
+import pickle
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cloudpickle
+import pytest
+
+LIMIT_S = 100.0
+
+
+def _serve(pipe: Any, more: dict[str, str]) -> None:
+    os.environ.update(more)
+    import torch
+
+    torch.set_num_threads(1)
+    import dovetail
+
+    dovetail.init(timeout=60)
+    while True:
+        try:
+            job = pipe.recv_bytes()
+        except EOFError:
+            return
+        try:
+            fn, args = pickle.loads(job)
+            reply = cloudpickle.dumps((True, fn(*args)))
+        except BaseException as error:
+            reply = cloudpickle.dumps((False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+        pipe.send_bytes(reply)
+
+
+class Pool:
+    """`run(fn, *args)` calls the function on every rank and returns what each returned."""
+
+    def __init__(self, ranks: int, more: dict[str, str] | None = None) -> None:
+        context = mp.get_context("spawn")
+        token = uuid.uuid4().hex
+        self.ranks, self.processes, self.pipes = ranks, [], []
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            env = {
+                "DOVETAIL_RENDEZVOUS": token,
+                "DOVETAIL_RANK": str(rank),
+                "DOVETAIL_WORLD_SIZE": str(ranks),
+                "DOVETAIL_CHECK": str(int(rank == 0)),  # a plan is that of all ranks: one proof is enough
+                "DOVETAIL_HEAP": "2G",
+                **(more or {}),
+            }
+            process = context.Process(target=_serve, args=(theirs, env), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.pipes.append(ours)
+
+    def start(self, fn: Callable[..., Any], *args: Any) -> None:
+        """Sends the job; `finish` collects."""
+        job = cloudpickle.dumps((fn, args))
+        for pipe in self.pipes:
+            pipe.send_bytes(job)
+
+    def finish(self, ranks: list[int] | None = None, limit_s: float = LIMIT_S) -> dict[int, Any]:
+        """Results of some ranks; fails the test with the first error, or if time is up."""
+        waiting = {self.pipes[r]: r for r in (ranks if ranks is not None else range(self.ranks))}
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        deadline = time.monotonic() + limit_s
+        while waiting:
+            for pipe in mpc.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
+                rank = waiting.pop(pipe)  # type: ignore[arg-type]
+                try:
+                    good, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                except EOFError:
+                    good, value = False, "the process ended"
+                (results if good else errors)[rank] = value
+            if time.monotonic() > deadline:
+                break
+        if errors:
+            pytest.fail("\n".join(f"rank {r}: {text}" for r, text in sorted(errors.items())), pytrace=False)
+        if waiting:
+            pytest.fail(f"ranks {sorted(waiting.values())} did not answer in {limit_s:g} s", pytrace=False)
+        return results
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """Start and finish."""
+        self.start(fn, *args)
+        done = self.finish()
+        return [done[r] for r in range(self.ranks)]
+
+    def close(self) -> None:
+        """Ends the processes, by id."""
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(3)
+            if process.is_alive():
+                process.kill()
+                process.join(3)
+
+
+class Pools:
+    """Makes pools on demand; one stays alive at a time, so that idle ranks cost no memory."""
+
+    def __init__(self) -> None:
+        self._pool: Pool | None = None
+
+    def get(self, ranks: int) -> Pool:
+        if self._pool is None or self._pool.ranks != ranks or not all(p.is_alive() for p in self._pool.processes):
+            self.close()
+            self._pool = Pool(ranks)
+        return self._pool
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+        self._pool = None
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Pools]:
+    made = Pools()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def spare_pool() -> Iterator[Callable[..., Pool]]:
+    """Pools of a test's own, closed after it."""
+    made: list[Pool] = []
+
+    def make(ranks: int, more: dict[str, str] | None = None) -> Pool:
+        made.append(Pool(ranks, more))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        pool.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of one pool size follow each other: starting ranks is the expensive part."""
+
+    def size(item: pytest.Item) -> int:
+        call = getattr(item, "callspec", None)
+        return int(call.params.get("world", 0)) if call is not None else 0
+
+    mine = [i for i in items if "/ranks/" in str(i.path)]
+    others = [i for i in items if "/ranks/" not in str(i.path)]
+    items[:] = others + sorted(mine, key=size)
