@@ -37,7 +37,32 @@ Arena::Arena(int fd, size_t bytes) : Mapping(fd, bytes), fd_(fcntl(fd, F_DUPFD_C
 
 Arena::~Arena() { close(fd_); }
 
+void Arena::free_when(uint64_t offset, std::function<bool()> ready) {
+  {
+    std::lock_guard lock(mutex_);
+    later_.push_back({offset, std::move(ready)});
+  }
+  free_due();
+}
+
+void Arena::free_due() {
+  std::vector<uint64_t> due;
+  {
+    std::lock_guard lock(mutex_);
+    for (auto it = later_.begin(); it != later_.end();) {
+      if (!it->ready()) {
+        ++it;
+        continue;
+      }
+      due.push_back(it->offset);
+      it = later_.erase(it);
+    }
+  }
+  for (const uint64_t offset : due) free(offset);
+}
+
 uint64_t Arena::alloc(size_t bytes) {
+  free_due();
   const size_t need = whole_pages(bytes ? bytes : 1);
   std::lock_guard lock(mutex_);
   for (auto it = free_.begin(); it != free_.end(); ++it) {

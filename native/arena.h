@@ -7,10 +7,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <set>
 #include <stdexcept>
+#include <vector>
 
 #include "layout.h"
 
@@ -48,11 +50,17 @@ class Arena : public Mapping {
 
   uint64_t alloc(size_t bytes);  // offset of a zeroed block; throws OutOfMemory
   void free(uint64_t offset);
+  void free_when(uint64_t offset, std::function<bool()> ready);  // looked at when memory is next asked for
   void hold(uint64_t inside, const void* holder);  // keeps the block around `inside` from being reused
   void lift(const void* holder);                   // ends all holds of `holder`
   size_t used_bytes() const;
 
  private:
+  struct Later {
+    uint64_t offset;
+    std::function<bool()> ready;
+  };
+  void free_due();
   void give_back(uint64_t offset, size_t bytes);
 
   int fd_;
@@ -61,6 +69,7 @@ class Arena : public Mapping {
   std::map<uint64_t, size_t> used_;
   std::map<uint64_t, size_t> limbo_;  // freed while held
   std::map<uint64_t, std::set<const void*>> holds_;
+  std::vector<Later> later_;
 };
 
 }  // namespace dovetail

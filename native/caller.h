@@ -170,8 +170,7 @@ class Caller {
   }
 
   nb::dict failure() const { return failure_of(*failed_); }
-  uint64_t num_runs() const { return call_->num_runs.load(); }
-  uint64_t num_direct() const { return call_->num_direct.load(); }
+  std::shared_ptr<Counter> counter() const { return call_->counter; }
 
  private:
   void check(const std::vector<uint64_t>& pointers, const std::vector<int64_t>& bytes, const std::vector<int64_t>& params) const {

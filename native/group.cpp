@@ -68,12 +68,21 @@ Group::Group(std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<Peer>> me
   }
 }
 
-// The Control block stays: peers may poll it until they too have closed the group. It goes with the arena.
+// A peer may read this rank's scratch until it has finished the runs that this rank has finished, so scratch goes when
+// all have (or are gone). The Control block stays: peers may poll it until they too have closed the group.
 Group::~Group() {
   try_settle();
+  uint64_t last[kLanes];
+  for (int lane = 0; lane < kLanes; ++lane) last[lane] = mine()->finished[lane].load(std::memory_order_acquire);
+  const auto done = [members = members_, controls = controls_, self = rank_, last] {
+    for (size_t r = 0; r < members.size(); ++r)
+      for (int lane = 0; lane < kLanes && static_cast<int>(r) != self; ++lane)
+        if (controls[r]->finished[lane].load(std::memory_order_acquire) < last[lane] && !members[r]->dead()) return false;
+    return true;
+  };
   for (const Scratch& s : scratch_)
-    if (s.offset != kNowhere) arena_->free(s.offset);
-  for (const uint64_t offset : retired_) arena_->free(offset);
+    if (s.offset != kNowhere) arena_->free_when(s.offset, done);
+  for (const uint64_t offset : retired_) arena_->free_when(offset, done);
 }
 
 void Group::break_all(Abort code, int about) {

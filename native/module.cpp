@@ -115,8 +115,10 @@ NB_MODULE(_native, m) {
       .def("run", &Caller::run, "pointers"_a, "bytes"_a, "params"_a)
       .def("start", &Caller::start, "pointers"_a, "bytes"_a, "params"_a, "gated"_a, "on_finish"_a.none())
       .def("failure", &Caller::failure)
-      .def_prop_ro("num_runs", &Caller::num_runs)
-      .def_prop_ro("num_direct", &Caller::num_direct);
+      .def_prop_ro("counter", &Caller::counter);
+  nb::class_<Counter>(m, "Counter")
+      .def_prop_ro("runs", [](const Counter& c) { return c.runs.load(); })
+      .def_prop_ro("direct", [](const Counter& c) { return c.direct.load(); });
   nb::class_<Table>(m, "Table")
       .def(nb::init<bool, int, int>(), "one_tensor"_a, "alias"_a, "rank"_a)
       .def("add", &Table::add, "first"_a, "second"_a.none(), "caller"_a)

@@ -354,8 +354,8 @@ bool Run::at_rest() const {
 
 void Run::finish() {
   if (finished()) return;
-  call_->num_runs.fetch_add(1, std::memory_order_relaxed);
-  if (choice_ == kDirect) call_->num_direct.fetch_add(1, std::memory_order_relaxed);
+  call_->counter->runs.fetch_add(1, std::memory_order_relaxed);
+  if (choice_ == kDirect) call_->counter->direct.fetch_add(1, std::memory_order_relaxed);
   end(Status::Done);
 }
 

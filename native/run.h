@@ -17,6 +17,11 @@ namespace dovetail {
 
 enum Choice : int { kDirect = 0, kStagedHeap = 1, kStagedOrdinary = 2, kNumChoices = 3 };
 
+// How often a call ran. Outlives the call, so that statistics keep no memory mapped.
+struct Counter {
+  std::atomic<uint64_t> runs{0}, direct{0};
+};
+
 // What all runs of one call share. Programs are made when they are first needed; `planner` makes them.
 struct Call {
   std::shared_ptr<Group> group;
@@ -29,7 +34,7 @@ struct Call {
   bool has_direct = false;
   std::shared_ptr<const Program> programs[kNumChoices];
   std::function<std::shared_ptr<const Program>(int)> planner;
-  std::atomic<uint64_t> num_runs{0}, num_direct{0};
+  std::shared_ptr<Counter> counter = std::make_shared<Counter>();
 };
 
 enum class Status : int { Pending = 0, Done = 1, Dead = 2, Late = 3, Mismatch = 4, Broken = 5, Bounds = 6, Memory = 7, Planner = 8 };

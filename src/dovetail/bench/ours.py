@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -26,14 +27,17 @@ class Ours:
         self._symmetric = tensors == "symmetric"
 
     def bind(self, case: Case, requested: str) -> Contender:
-        """Allocate and make ready; the variant that `auto` takes is the one `dovetail.explain` names."""
-        inp = self._empty(case.num_elements, case.torch_dtype)
+        """Allocate, call once so that a plan is bound, and see in the counts which variant that was.
+
+        Collective. What ran may differ from what was asked for: `auto` chooses, ordinary tensors are staged.
+        """
+        inp = self._empty(case.num_elements, case.torch_dtype).zero_()
         in_place = case.in_place or requested == SWAP
         out = inp if in_place else self._empty(case.num_output, case.torch_dtype)
-        variant = requested
-        if requested == AUTO:
-            variant = str(dovetail.explain(case.collective, size_bytes=case.size_bytes).variant)
         call = _call(case, inp, out, requested)
+        before = _counts(case.collective)
+        call()
+        variant = next(iter(_counts(case.collective) - before), requested)
         return Contender(backend=self.name, requested=requested, variant=variant, inp=inp, out=out, call=call)
 
     def _empty(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
@@ -41,6 +45,16 @@ class Ours:
             tensor: torch.Tensor = dovetail.empty(num_elements, dtype=dtype)
             return tensor
         return torch.empty(num_elements, dtype=dtype)
+
+
+def _counts(collective: str) -> Counter[str]:
+    """Calls of each variant so far."""
+    stats = dovetail.stats()
+    counts: Counter[str] = Counter()
+    for row in [*stats["by_variant"], *stats["fall_backs"]]:
+        if row["collective"] == collective:
+            counts[row["variant"]] += row["calls"]
+    return counts
 
 
 def _call(case: Case, inp: torch.Tensor, out: torch.Tensor, requested: str) -> Callable[[], object]:

@@ -6,47 +6,62 @@ shares of the whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from dovetail.measure.stats import median
 
 PHASES = ("control", "schedule", "copy", "sync")
-Measure = Callable[[int, int], Mapping[str, float]]
-"""size_bytes, iterations -> ``control_us``, ``schedule_us``, ``copy_us``, ``sync_us``."""
-
 _BYTES_PER_SIZE = 256 << 20
 _FEWEST, _MOST = 20, 1000
 
 
-def rows(
-    sizes: Sequence[int], *, measure: Measure | None = None, iterations: int | None = None,
-    progress: Callable[[int, int, str], None] | None = None,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """One row per size: the time of each phase, their sum, and the share of each."""
-    if measure is None:
-        from dovetail.hw.cpu.phases import measure as of_cpu
+class Phases(Protocol):
+    """One copy taken apart, in microseconds."""
 
-        measure = of_cpu
-    found = []
-    for done, size_bytes in enumerate(sizes):
-        if progress:
-            progress(done, len(sizes), f"copy of {size_bytes} bytes")
-        number = iterations or min(max(_BYTES_PER_SIZE // size_bytes, _FEWEST), _MOST)
-        times = measure(size_bytes, number)
-        found.append(row(size_bytes, times, number))
-    return found
+    @property
+    def control_us(self) -> float: ...
+    @property
+    def schedule_us(self) -> float: ...
+    @property
+    def copy_us(self) -> float: ...
+    @property
+    def sync_us(self) -> float: ...
 
 
-def row(size_bytes: int, times: Mapping[str, float], iterations: int) -> dict[str, Any]:
-    """The row of one size."""
-    by_phase = {phase: float(times[f"{phase}_us"]) for phase in PHASES}
-    if min(by_phase.values()) < 0 or not sum(by_phase.values()) > 0:
-        raise ValueError(f"the phases of a copy take time, got {by_phase}")
-    total_us = sum(by_phase.values())
+def measure(
+    sizes: Sequence[int], iterations: int | None = None, progress: Callable[[int, int, str], None] | None = None
+) -> list[dict[str, Any]]:
+    """One row per size, measured on the software engine of this process, which joins a world of its own for it."""
+    import dovetail
+    from dovetail.hw.cpu import phases
+
+    group = dovetail.init()
+    try:
+        if group.size != 1:
+            raise ValueError(f"the phases of a copy are those of one process; this is one of {group.size} ranks")
+        rows = []
+        for done, size_bytes in enumerate(sizes):
+            if progress:
+                progress(done, len(sizes), f"copy of {size_bytes} bytes")
+            number = iterations or min(max(_BYTES_PER_SIZE // size_bytes, _FEWEST), _MOST)
+            rows.append(row(size_bytes, phases.measure(group, size_bytes, number)))
+        return rows
+    finally:
+        dovetail.finalize()
+
+
+def row(size_bytes: int, copies: Sequence[Phases]) -> dict[str, Any]:
+    """The row of one size: the median of each phase, their sum, and the share of each in it."""
+    times = {phase: median(getattr(copy, f"{phase}_us") for copy in copies) for phase in PHASES}
+    total_us = sum(times.values())
+    if min(times.values()) < 0 or not total_us > 0:
+        raise ValueError(f"the phases of a copy take time, got {times}")
     return {
         "backend": "cpu",
         "size_bytes": size_bytes,
-        **{f"{phase}_us": round(time_us, 4) for phase, time_us in by_phase.items()},
+        **{f"{phase}_us": round(time_us, 4) for phase, time_us in times.items()},
         "total_us": round(total_us, 4),
-        **{f"{phase}_share": time_us / total_us for phase, time_us in by_phase.items()},
-        "iterations": iterations,
+        **{f"{phase}_share": time_us / total_us for phase, time_us in times.items()},
+        "iterations": len(copies),
     }

@@ -22,7 +22,8 @@ from dovetail import env
 from dovetail.bench import cores, mpirun
 from dovetail.bench.baselines import openmpi_c
 from dovetail.bench.folder import Folder
-from dovetail.bench.spec import Spec
+from dovetail.bench.load import BUSY_SHARE, Others
+from dovetail.bench.spec import TORCH, Spec
 from dovetail.errors import DovetailError, NotSupported, Timeout
 from dovetail.measure import openmpi, system
 
@@ -58,12 +59,13 @@ def run(spec: Spec, progress: Progress | None = None) -> Outcome:
     if spec.variants:
         from dovetail import coll
 
-        spec.check_variants({name: coll.variants(name) for name in spec.collectives})
+        spec.check_variants({name: (*coll.variants(name), TORCH) for name in spec.collectives})
     notes: list[str] = []
     mpi = _open_mpi(notes) if "openmpi" in spec.baselines else None
     if mpi is None:
         spec = replace(spec, baselines=tuple(name for name in spec.baselines if name != "openmpi"))
     spec = replace(spec, share_cores=spec.ranks > cores.usable())
+    others = Others()
     with tempfile.TemporaryDirectory(prefix="dovetail-bench-") as name:
         folder = Folder(Path(name))
         folder.prepare(spec)
@@ -73,7 +75,7 @@ def run(spec: Spec, progress: Progress | None = None) -> Outcome:
             result = _under_mpirun(spec, mpi, folder, progress or _silent)
             notes += _describe_open_mpi(result, spec, mpi)
             notes += openmpi_c.add(result["rows"], spec, mpi, _flags(spec, mpi), folder.path)
-    return Outcome(rows=result["rows"], notes=[*notes, *result["notes"]])
+    return Outcome(rows=result["rows"], notes=[*notes, *result["notes"], *_describe_load(result["rows"], others)])
 
 
 def _open_mpi(notes: list[str]) -> openmpi.OpenMPI | None:
@@ -111,8 +113,8 @@ def _under_mpirun(spec: Spec, mpi: openmpi.OpenMPI, folder: Folder, progress: Pr
 
 
 def _launched(spec: Spec, folder: Folder, progress: Progress) -> dict[str, Any]:
-    import dovetail
     from dovetail.bench import worker
+    from dovetail.coll.launch import launch
 
     over = threading.Event()
 
@@ -126,7 +128,7 @@ def _launched(spec: Spec, folder: Folder, progress: Progress) -> dict[str, Any]:
     follower = threading.Thread(target=follow, name="dovetail-bench-progress", daemon=True)
     follower.start()
     try:
-        dovetail.launch(worker.launched, ranks=spec.ranks, args=(str(folder.path),))
+        launch(worker.launched, ranks=spec.ranks, args=(str(folder.path),))
     finally:
         over.set()
         follower.join()
@@ -146,6 +148,16 @@ def _describe_open_mpi(result: dict[str, Any], spec: Spec, mpi: openmpi.OpenMPI)
             row["flags"] = " ".join(_flags(spec, mpi))
             row["cma"] = problem is None
     return [f"openmpi ran without CMA, so slower than it can be: {problem}"] if problem else []
+
+
+def _describe_load(rows: list[dict[str, Any]], others: Others) -> list[str]:
+    """Say in the rows how much of the machine others had, and in a note if that was much."""
+    share = others.share()
+    for row in rows:
+        row["others_share"] = None if share is None else round(share, 3)
+    if share is None or share < BUSY_SHARE:
+        return []
+    return [f"the machine was busy: others took {share:.0%} of its cores' time; measure again when it is quiet"]
 
 
 def _silent(done: int, total: int, where: str) -> None:

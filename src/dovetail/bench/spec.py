@@ -14,7 +14,8 @@ COLLECTIVES = ("all_gather", "all_to_all", "all_reduce", "reduce_scatter", "broa
 BASELINES = ("openmpi", "gloo")
 TENSORS = ("symmetric", "ordinary")
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
-AUTO = "auto"
+AUTO, TORCH = "auto", "torch"
+"""Variants that every collective has: the one that is chosen, and the caller's own process group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,7 @@ class Spec:
 
     def variants_of(self, collective: str, known: Sequence[str]) -> tuple[str, ...]:
         """Those of the wanted variants that `collective` has, `known` being all it has."""
-        return tuple(variant for variant in self.variants if variant == AUTO or variant in known)
+        return tuple(variant for variant in self.variants if variant in (AUTO, TORCH, *known))
 
     def check_variants(self, known: Mapping[str, Sequence[str]]) -> None:
         """Raise `ValueError` when a wanted variant is one of none of the collectives; `known` is all they have."""

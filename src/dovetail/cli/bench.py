@@ -29,6 +29,7 @@ dovetail bench all --quick
 _EVERY = "all"
 _NONE = "none"
 _QUICK_S, _SECONDS = 0.03, 0.25
+_QUICK_LIMIT_S = 45.0
 
 
 def register(app: typer.Typer) -> None:
@@ -65,6 +66,7 @@ def bench(
         dtype=dtype,
         iterations=iters,
         seconds=_QUICK_S if quick else _SECONDS,
+        limit_s=_QUICK_LIMIT_S if quick else None,
     )
     from dovetail.bench import runner
     from dovetail.bench.verdict import verdicts

@@ -40,10 +40,10 @@ def phases(
     from rich.console import Console
     from rich.table import Table
 
-    from dovetail.bench.phases import PHASES, rows
+    from dovetail.bench.phases import PHASES, measure
 
     with progress_bar() as progress:
-        found = rows(sizes, iterations=iters, progress=progress)
+        found = measure(sizes, iters, progress)
     table = Table(title="phases of a copy, backend cpu: us (share)", title_justify="left", box=None, pad_edge=False)
     table.add_column("size B")
     for name in (*PHASES, "total us", "not copying"):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dovetail.bench.spec import COLLECTIVES, Spec
+from dovetail.bench.spec import COLLECTIVES, TORCH, Spec
 from dovetail.cli.bench import progress_bar, words
 from dovetail.measure.sizes import format_bytes, geometric
 
@@ -24,7 +24,6 @@ dovetail tune
 dovetail tune --only coll --ranks 2,4,8 --budget 2m --json tune.json
 """
 _SECTIONS = ("coll",)
-_TORCH = "torch"
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -58,7 +57,7 @@ def tune(
     from dovetail.bench import tune as tuning
     from dovetail.measure import machine, record
 
-    variants = tuple(dict.fromkeys([*(v for name in COLLECTIVES for v in coll.variants(name)), _TORCH]))
+    variants = tuple(dict.fromkeys([*(v for name in COLLECTIVES for v in coll.variants(name)), TORCH]))
     deadline = time.monotonic() + budget_s
     rows = []
     for index, number in enumerate(numbers):

@@ -57,7 +57,7 @@ def _own_gloo(group: Group) -> Any:
     options._timeout = timedelta(seconds=group.timeout_s)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     made = dist.ProcessGroupGloo(store, group.rank, group.size, options)
-    made._store = store  # lives as long as the group
+    group.keep.append(store)  # lives as long as the group
     return made
 
 

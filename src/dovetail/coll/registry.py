@@ -1,4 +1,4 @@
-"""Counts of what was called: `stats()`. Owns the list of bound calls of this process."""
+"""Counts of what was called: `stats()`. Owns the counters of this process, not the calls, which may be gone."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from collections import Counter
 from typing import Any
 
 from dovetail.coll.bound import Bound
+from dovetail.coll.recipes import Shape
 
 
 class Registry:
-    """Every bound call, and the calls that went to the baseline."""
+    """Every bound call's counter, and the calls that went to the baseline."""
 
     def __init__(self) -> None:
-        self._bound: list[Bound] = []
+        self._counters: list[tuple[Shape, str, Any]] = []
         self._baseline: Counter[tuple[str, str]] = Counter()
         self._lock = threading.Lock()
 
     def add(self, bound: Bound) -> None:
         """A new bound call."""
         with self._lock:
-            self._bound.append(bound)
+            self._counters.append((bound.shape, bound.variant_of(1), bound.caller.counter))
 
     def count_baseline(self, collective: str, reason: str) -> None:
         """A call that ran on the caller's process group."""
@@ -31,11 +32,11 @@ class Registry:
         """Calls, bytes, engines and fall-backs since the process began, blocking calls included."""
         rows: list[dict[str, Any]] = []
         with self._lock:
-            for b in self._bound:
-                runs, direct = int(b.caller.num_runs), int(b.caller.num_direct)
-                for variant, calls in ((b.shape.variant, direct), (b.variant_of(1), runs - direct)):
+            for shape, staged, counter in self._counters:
+                runs, direct = int(counter.runs), int(counter.direct)
+                for variant, calls in ((shape.variant, direct), (staged, runs - direct)):
                     if calls:
-                        rows.append(_row(b, variant, calls))
+                        rows.append(_row(shape, variant, calls))
             falls = [{"collective": c, "variant": "torch", "calls": n, "reason": r} for (c, r), n in self._baseline.items()]
         merged: dict[tuple[str, str], dict[str, Any]] = {}
         for row in rows:
@@ -52,12 +53,12 @@ class Registry:
         }
 
 
-def _row(b: Bound, variant: str, calls: int) -> dict[str, Any]:
+def _row(shape: Shape, variant: str, calls: int) -> dict[str, Any]:
     return {
-        "collective": b.shape.collective.name.lower(),
+        "collective": shape.collective.name.lower(),
         "variant": variant,
         "calls": calls,
-        "bytes": calls * b.shape.size_bytes,
+        "bytes": calls * shape.size_bytes,
     }
 
 

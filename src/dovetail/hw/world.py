@@ -159,6 +159,7 @@ class Group:
         self.tables: dict[Any, Any] = {}  #: native tables from tensors to bound calls, likewise
         self.fast: dict[int, dict[str, Any]] = {}  #: collective -> variant -> the method of such a table
         self.baseline: Any = None  #: the torch process group that stands behind variant "torch"
+        self.keep: list[Any] = []  #: what must live as long as the group
         self.native: Any = None
         self._error: DovetailError | None = None
         if world.local:

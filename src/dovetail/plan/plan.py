@@ -66,6 +66,12 @@ class SignalKind(StrEnum):
     ENTRY = "entry"  #: one queue of the plan, as the handshake that opens a run
     IMPORTED = "imported"  #: somebody outside: a kernel, a network thread, the caller
     EXPORTED = "exported"  #: one queue of the plan, for somebody outside
+    GATE = "gate"  #: the caller, once per run: the gate of a prelaunched plan
+
+    @property
+    def from_outside(self) -> bool:
+        """True if no queue of the plan raises it."""
+        return self in (SignalKind.IMPORTED, SignalKind.GATE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

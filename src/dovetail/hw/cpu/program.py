@@ -15,7 +15,7 @@ from dovetail.errors import NotSupported, PlanError
 from dovetail.hw.capabilities import CPU
 from dovetail.hw.cpu import native
 from dovetail.plan import step as st
-from dovetail.plan.plan import ABSENT, AT_RUN, Plan, Role, Signal, SignalKind
+from dovetail.plan.plan import AT_RUN, Plan, Role, SignalKind
 from dovetail.plan.step import NONE, Op, Rows
 
 _PLACE = {Role.SCRATCH: 1, Role.VIEW: 2}
@@ -131,23 +131,10 @@ def body_of(plan: Plan, steps: Rows, rank: int) -> Rows:
     if "entry" not in plan.passes:
         raise PlanError(f"plan {plan.name} has no entry handshake: apply dovetail.plan.passes.entry before running it")
     kinds = [s.kind for s in plan.signals]
-    head = 0
-    while head < len(steps) and _is_prologue(steps[head], kinds, plan.signals):
-        head += 1
-    body: Rows = steps[head:]
-    rest = body["signal"][body["signal"] != NONE]
-    if any(kinds[s] is SignalKind.ENTRY for s in rest.tolist()):
+    opening = (SignalKind.ENTRY, SignalKind.GATE)
+    used = [kinds[s] if s != NONE else None for s in steps["signal"].tolist()]
+    head = next((n for n, kind in enumerate(used) if kind not in opening), len(used))
+    if any(kind in opening for kind in used[head:]):
         raise PlanError(f"plan {plan.name}, rank {rank}: a handshake in the middle of a queue")
+    body: Rows = steps[head:]
     return body
-
-
-def _is_prologue(row: np.void, kinds: list[SignalKind], signals: tuple[Signal, ...]) -> bool:
-    if row["signal"] == NONE:
-        return False
-    kind = kinds[row["signal"]]
-    return kind is SignalKind.ENTRY or (kind is SignalKind.IMPORTED and signals[row["signal"]].name.startswith("gate "))
-
-
-def absent(plan: Plan, buffer: int, rank: int) -> bool:
-    """True if the rank gives no memory for this buffer."""
-    return plan.buffers[buffer].sizes[rank] == ABSENT

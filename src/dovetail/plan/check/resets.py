@@ -35,7 +35,7 @@ def check_resets(plan: Plan, chains: Chains, order: Order, text: Text, *, repeat
         _ordered(np.concatenate([words, raisers]), mine, order, text)
         if repeated:
             _ordered_next(np.concatenate([words, raisers]), mine, order, text)
-            if plan.signals[s].kind is SignalKind.IMPORTED and not len(raisers):
+            if plan.signals[s].kind.from_outside and not len(raisers):
                 _gate(plan, s, mine, order, text)
 
 

@@ -41,7 +41,7 @@ def releases(plan: Plan, chains: Chains, text: Text) -> Releases:
     release = _earliest(chains, raised, waits)
     needs: list[tuple[int, ...] | None] = [(r,) if r >= 0 else None for r in release.tolist()]
     gates = [-1] * len(needs)
-    imported = np.array([s.kind is SignalKind.IMPORTED for s in plan.signals] + [False], bool)
+    imported = np.array([s.kind.from_outside for s in plan.signals] + [False], bool)
     promises: dict[int, list[tuple[int, int]]] = {}
     for number, outside in enumerate(chains.outside):
         for s, value in outside.before:
@@ -70,7 +70,7 @@ def _check_words(plan: Plan, chains: Chains, text: Text) -> None:
 def _check_raisers(plan: Plan, chains: Chains, raised: Ints, text: Text) -> None:
     """`raised`: SIGNAL nodes sorted by signal, then in plan order."""
     signal, value = chains.rows["signal"][raised], chains.rows["value"][raised]
-    for n in raised[[plan.signals[s].kind is SignalKind.IMPORTED for s in signal.tolist()]].tolist():
+    for n in raised[[plan.signals[s].kind.from_outside for s in signal.tolist()]].tolist():
         step = text.step(n)
         raise text.error(f"{step}: an imported signal is raised from outside only", [step])
     same = signal[1:] == signal[:-1]

@@ -15,7 +15,10 @@ from dovetail.plan.step import Op, Rows
 
 
 def b2b(plan: Plan) -> Plan:
-    """Merges each rank's queues: leading waits, moves for peers, one signal, remaining moves, trailing waits."""
+    """Merges each rank's queues: leading waits, moves for peers, one signal, remaining moves, trailing waits.
+
+    Raises `PlanError` for queues that depend on each other: one engine would wait for itself.
+    """
     raised_by = np.full(len(plan.signals), -1, np.int64)
     for q in plan.queues:
         raised_by[q.steps["signal"][q.steps["op"] == Op.SIGNAL]] = q.rank
@@ -46,6 +49,9 @@ def _merged(plan: Plan, queues: list[Queue], rewired: np.ndarray) -> Rows:
         last = int(len(op) - 1 - np.argmax(moves[::-1])) if moves.any() else -1
         if ((waits > first) & (waits < last)).any() or len(raised) > 1:
             raise PlanError(f"plan {plan.name}: b2b can't merge queues whose moves depend on a wait among them")
+        kinds = [plan.signals[s].kind for s in q.steps["signal"][waits[waits < first]].tolist()]
+        if SignalKind.INTERNAL in kinds:
+            raise PlanError(f"plan {plan.name}: b2b can't merge queues that wait for another queue before they move")
         cut = int(raised[0]) if len(raised) else 0
         leading.append(q.steps[waits[waits < first]])
         before.append(q.steps[:cut][moves[:cut]])

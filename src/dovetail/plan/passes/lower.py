@@ -30,7 +30,7 @@ def lower(plan: Plan, native: Collection[Op]) -> Plan:
         blocks = [_lowered(row, q.rank, missing, scratch, len(plan.buffers)) for row in q.steps]
         queues.append(dataclasses.replace(q, steps=st.sequence(*blocks)))
     buffers = plan.buffers
-    if scratch.any():
+    if Op.SWAP in missing:
         spare = Buffer(name="swap space", role=Role.SCRATCH, sizes=tuple(scratch.tolist()), spaces=(Space.HEAP,) * plan.world)
         buffers = (*buffers, spare)
     name = "lower " + "+".join(sorted(o.name.lower() for o in missing))

@@ -1,6 +1,6 @@
 """Prelaunch: everything is queued beforehand and one write to a gate lets it go.
 
-Each rank has a gate, an imported signal that its caller (or a kernel) raises. Applied after `entry`, the gate stands
+Each rank has a gate, a signal that its caller (or a kernel) raises. Applied after `entry`, the gate stands
 before the handshake: a rank enters when its gate opens, since only then is its input ready.
 """
 
@@ -18,6 +18,6 @@ def prelaunch(plan: Plan) -> Plan:
     if "prelaunch" in plan.passes:
         raise PlanError(f"plan {plan.name} has its gates already")
     base = len(plan.signals)
-    gates = tuple(Signal(name=f"gate {r}", rank=r, kind=SignalKind.IMPORTED) for r in range(plan.world))
+    gates = tuple(Signal(name=f"gate {r}", rank=r, kind=SignalKind.GATE) for r in range(plan.world))
     queues = tuple(dataclasses.replace(q, steps=st.sequence(st.wait(base + q.rank), q.steps)) for q in plan.queues)
     return plan.replace(signals=plan.signals + gates, queues=queues, passes=(*plan.passes, "prelaunch"))

@@ -1,0 +1,242 @@
+"""Asynchronous, armed and threaded calls: overlapping runs, mixed with blocking ones, on one and several groups."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import dovetail
+from dovetail.errors import NotSupported
+from tests.ranks import workers
+
+N = 3000
+
+
+def _expected(seed: int, size: int) -> torch.Tensor:
+    return workers.reduced([workers.data(seed, r, N, torch.float32) for r in range(size)], "sum")
+
+
+def _input(seed: int, rank: int, kind: str = "symmetric") -> torch.Tensor:
+    return workers.make(kind, rank, N, torch.float32).copy_(workers.data(seed, rank, N, torch.float32))
+
+
+@pytest.mark.parametrize("kind", ("symmetric", "ordinary", "mixed"))
+@pytest.mark.parametrize("world", (1, 2, 4))
+def test_many_in_flight(pools: Any, world: int, kind: str) -> None:
+    """More calls than lanes, waited for in any order; one plan in flight many times."""
+
+    def job() -> None:
+        g = workers.world()
+        tensors = [_input(seed, g.rank, kind) for seed in range(20)]
+        works = [dovetail.all_reduce(t, async_op=True) for t in tensors]
+        order = list(range(20)) if g.rank % 2 else list(reversed(range(20)))
+        for i in order:
+            assert works[i].wait() is True
+            assert workers.same(tensors[i], _expected(i, g.size)), i
+        assert all(w.is_completed() and w.is_success() and w.exception() is None for w in works)
+
+    pools.get(world).run(job)
+
+
+@pytest.mark.parametrize("world", (2, 4))
+def test_blocking_behind_asynchronous(pools: Any, world: int) -> None:
+    """A blocking call advances older work first: no deadlock although nobody waits for the asynchronous ones."""
+
+    def job() -> None:
+        g = workers.world()
+        for round_ in range(20):
+            early = _input(round_, g.rank)
+            work = dovetail.all_reduce(early, async_op=True)
+            t = _input(round_ + 100, g.rank)
+            dovetail.all_reduce(t)
+            assert workers.same(t, _expected(round_ + 100, g.size))
+            work.wait()
+            assert workers.same(early, _expected(round_, g.size))
+
+    pools.get(world).run(job)
+
+
+@pytest.mark.parametrize("world", (2, 4))
+def test_two_groups_mixed(pools: Any, world: int) -> None:
+    """Blocking on one group, asynchronous on another, in different orders on different ranks."""
+
+    def job() -> None:
+        w = workers.world().world
+        a, b = w.new_group(range(w.size)), w.new_group(range(w.size))
+        for round_ in range(20):
+            x, y = _input(round_, a.rank), _input(round_ + 50, a.rank)
+            if a.rank % 2:
+                work = dovetail.all_reduce(x, group=a, async_op=True)
+                dovetail.all_reduce(y, group=b)
+            else:
+                late = dovetail.all_reduce(y, group=b, async_op=True)
+                work = dovetail.all_reduce(x, group=a, async_op=True)
+                late.wait()
+            work.wait()
+            assert workers.same(x, _expected(round_, a.size)) and workers.same(y, _expected(round_ + 50, a.size))
+        a.close()
+        b.close()
+
+    pools.get(world).run(job)
+
+
+@pytest.mark.parametrize("world", (2, 3))
+def test_calls_from_threads(pools: Any, world: int) -> None:
+    """Several Python threads, each with a group of its own, blocking and asynchronous."""
+
+    def job() -> None:
+        w = workers.world().world
+        groups = [w.new_group(range(w.size)) for _ in range(3)]
+        errors: list[BaseException] = []
+
+        def loop(number: int) -> None:
+            try:
+                for seed in range(30):
+                    t = _input(seed * 10 + number, w.rank)
+                    if seed % 2:
+                        dovetail.all_reduce(t, group=groups[number])
+                    else:
+                        dovetail.all_reduce(t, group=groups[number], async_op=True).wait()
+                    assert workers.same(t, _expected(seed * 10 + number, w.size))
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=loop, args=(n,)) for n in range(3)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        for g in groups:
+            g.close()
+        if errors:
+            raise errors[0]
+
+    pools.get(world).run(job)
+
+
+@pytest.mark.parametrize("world", (2, 3))
+def test_call_from_a_callback(pools: Any, world: int) -> None:
+    """A ticket's callback may itself call a collective; it runs in whichever thread ended the work."""
+
+    def job() -> None:
+        g = workers.world()
+        first, second = _input(1, g.rank), _input(2, g.rank)
+        over = threading.Event()
+
+        def then(work: Any) -> None:
+            assert work.is_success()
+            dovetail.all_reduce(second)
+            over.set()
+
+        dovetail.all_reduce(first, async_op=True).add_done_callback(then)
+        assert over.wait(20)
+        assert workers.same(first, _expected(1, g.size)) and workers.same(second, _expected(2, g.size))
+        late = threading.Event()
+        done = dovetail.all_reduce(_input(3, g.rank), async_op=True)
+        done.wait()
+        done.add_done_callback(lambda w: late.set())  # over already
+        assert late.wait(20)
+
+    pools.get(world).run(job)
+
+
+@pytest.mark.parametrize("world", (2, 3))
+def test_armed(pools: Any, world: int) -> None:
+    """Nothing is posted before fire(); what counts is the input at that moment."""
+
+    def job() -> None:
+        g = workers.world()
+        for seed in range(5):
+            t = workers.make("symmetric", g.rank, N, torch.float32)
+            work = dovetail.arm(dovetail.all_reduce, t)
+            assert not work.is_completed()
+            t.copy_(workers.data(seed, g.rank, N, torch.float32))
+            if g.rank == 0:
+                time.sleep(0.02)  # the others have fired; they are seen to wait for this rank
+            work.fire().wait()
+            assert workers.same(t, _expected(seed, g.size))
+        with pytest.raises(NotSupported, match="can't be armed"):
+            dovetail.arm(dovetail.all_reduce, torch.zeros(3), variant="torch")
+
+    pools.get(world).run(job)
+
+
+@pytest.mark.parametrize("world", (2,))
+def test_tensors_live_until_the_end(pools: Any, world: int) -> None:
+    """A dropped Work keeps its tensors: nothing is written to freed memory."""
+
+    def job() -> None:
+        g = workers.world()
+        for seed in range(30):
+            dovetail.all_reduce(_input(seed, g.rank), async_op=True)
+            torch.empty(N).fill_(7.0)
+        dovetail.barrier()
+        stays = _input(99, g.rank)
+        dovetail.all_reduce(stays)
+        assert workers.same(stays, _expected(99, g.size))
+
+    pools.get(world).run(job)
+
+
+@pytest.mark.parametrize("world", (2,))
+def test_wait_with_a_timeout(pools: Any, world: int) -> None:
+    """A short wait ends without ending the call."""
+
+    def job() -> None:
+        g = workers.world()
+        t = _input(1, g.rank)
+        work = dovetail.arm(dovetail.all_reduce, t)
+        with pytest.raises(dovetail.errors.Timeout, match="it goes on"):
+            work.wait(0.05)
+        work.fire().wait()
+        assert workers.same(t, _expected(1, g.size))
+
+    pools.get(world).run(job)
+
+
+@pytest.mark.parametrize("world", (2, 3))
+def test_several_engines(spare_pool: Any, world: int) -> None:
+    """More runner threads than one advance the queues of one run together."""
+    pool = spare_pool(world, {"DOVETAIL_ENGINES": "3"})
+
+    def job() -> None:
+        g = workers.world()
+        tensors = [_input(seed, g.rank, "mixed") for seed in range(30)]
+        works = [dovetail.all_reduce(t, async_op=True) for t in tensors]
+        for i, work in enumerate(works):
+            work.wait()
+            assert workers.same(tensors[i], _expected(i, g.size))
+        for seed in range(10):
+            workers.all_to_all("pcpy", "symmetric", 5000, torch.float32, seed)
+
+    pool.run(job)
+
+
+@pytest.mark.parametrize("world", (2,))
+def test_tickets_and_stats(pools: Any, world: int) -> None:
+    def job() -> None:
+        g = workers.world()
+        before = dovetail.stats()["calls"]
+        heap = dovetail.all_gather_into_tensor(dovetail.empty(40), dovetail.empty(20), variant="bcst", async_op=True)
+        heap.wait()
+        assert (heap.ticket.variant, heap.ticket.engine, heap.ticket.cores) == ("bcst", "software DMA engine", 1)
+        plain = dovetail.all_gather_into_tensor(torch.empty(40), torch.empty(20), variant="bcst", async_op=True)
+        plain.wait()
+        assert plain.ticket.variant == "pull" and "staged" in plain.ticket.reason
+        base = dovetail.all_reduce(torch.ones(20), variant="torch", async_op=True)
+        base.wait()
+        assert base.ticket.variant == "torch"
+        t = torch.full((20,), float(g.rank + 1))
+        dovetail.all_reduce(t, variant="torch")
+        assert t[0] == 3.0
+        found = dovetail.stats()
+        assert found["calls"] - before >= 4
+        assert any(f["collective"] == "all_reduce" for f in found["fall_backs"])
+        choice = dovetail.explain("all_reduce", 1 << 20)
+        assert choice.variant in ("oneshot", "twoshot") and choice.reason
+
+    pools.get(world).run(job)
