@@ -51,8 +51,8 @@ struct BFloat {
 };
 
 // 8-bit floats by their definition: E exponent bits, M mantissa bits. FNUZ: no infinity, no -0, NaN is 0x80, bias one
-// larger. FN (e4m3): no infinity, NaN is 0x7f. e5m2 is IEEE-like. Values out of range become NaN, as torch has it
-// (e5m2: infinity).
+// larger. FN (e4m3): no infinity, NaN is 0x7f. e5m2 is IEEE-like. Values out of range become what torch 2.13 makes of
+// them: NaN for FNUZ, infinity for e5m2, the largest number for e4m3fn.
 template <int E, int M, bool kFnuz, bool kInf>
 struct Tiny {
   using Store = uint8_t;
@@ -78,7 +78,9 @@ struct Tiny {
     const Store sign = std::signbit(v) ? 0x80 : 0;
     const Store nan = kFnuz ? 0x80 : static_cast<Store>(sign | 0x7f);
     if (std::isnan(v)) return nan;
-    const Store overflow = kInf && !kFnuz ? static_cast<Store>(sign | (((1 << E) - 1) << M)) : nan;
+    const Store overflow = kFnuz  ? nan
+                           : kInf ? static_cast<Store>(sign | (((1 << E) - 1) << M))
+                                  : static_cast<Store>(sign | 0x7e);
     const float a = std::fabs(v);
     if (std::isinf(a)) return overflow;
     int exponent;

@@ -13,30 +13,30 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from dovetail import errors as errors
+    from dovetail.coll import ReduceOp as ReduceOp
     from dovetail.coll import all_gather_into_tensor as all_gather_into_tensor
     from dovetail.coll import all_reduce as all_reduce
     from dovetail.coll import all_to_all_single as all_to_all_single
+    from dovetail.coll import arm as arm
     from dovetail.coll import barrier as barrier
     from dovetail.coll import broadcast as broadcast
-    from dovetail.coll import explain as explain
-    from dovetail.coll import gather as gather
-    from dovetail.coll import reduce_scatter_tensor as reduce_scatter_tensor
-    from dovetail.coll import scatter as scatter
-    from dovetail.coll import stats as stats
-    from dovetail.coll import arm as arm
     from dovetail.coll import empty as empty
+    from dovetail.coll import explain as explain
     from dovetail.coll import finalize as finalize
+    from dovetail.coll import gather as gather
     from dovetail.coll import init as init
     from dovetail.coll import launch as launch
     from dovetail.coll import new_group as new_group
-    from dovetail.coll import ReduceOp as ReduceOp
+    from dovetail.coll import reduce_scatter_tensor as reduce_scatter_tensor
+    from dovetail.coll import scatter as scatter
+    from dovetail.coll import stats as stats
     from dovetail.coll import zeros as zeros
     from dovetail.hw.world import Group as Group
 
 # Public name -> the module that defines it. Every name here also stands in the TYPE_CHECKING block above.
 _HOME = {
     "Group": "dovetail.hw.world",
-    "ReduceOp": "dovetail.plan.step",
+    "ReduceOp": "dovetail.coll",
     "all_gather_into_tensor": "dovetail.coll",
     "all_reduce": "dovetail.coll",
     "all_to_all_single": "dovetail.coll",

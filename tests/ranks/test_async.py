@@ -24,8 +24,8 @@ def _input(seed: int, rank: int, kind: str = "symmetric") -> torch.Tensor:
     return workers.make(kind, rank, N, torch.float32).copy_(workers.data(seed, rank, N, torch.float32))
 
 
-@pytest.mark.parametrize("kind", ("symmetric", "ordinary", "mixed"))
-@pytest.mark.parametrize("world", (1, 2, 4))
+@pytest.mark.parametrize("kind", ["symmetric", "ordinary", "mixed"])
+@pytest.mark.parametrize("world", [1, 2, 4])
 def test_many_in_flight(pools: Any, world: int, kind: str) -> None:
     """More calls than lanes, waited for in any order; one plan in flight many times."""
 
@@ -42,7 +42,7 @@ def test_many_in_flight(pools: Any, world: int, kind: str) -> None:
     pools.get(world).run(job)
 
 
-@pytest.mark.parametrize("world", (2, 4))
+@pytest.mark.parametrize("world", [2, 4])
 def test_blocking_behind_asynchronous(pools: Any, world: int) -> None:
     """A blocking call advances older work first: no deadlock although nobody waits for the asynchronous ones."""
 
@@ -60,7 +60,7 @@ def test_blocking_behind_asynchronous(pools: Any, world: int) -> None:
     pools.get(world).run(job)
 
 
-@pytest.mark.parametrize("world", (2, 4))
+@pytest.mark.parametrize("world", [2, 4])
 def test_two_groups_mixed(pools: Any, world: int) -> None:
     """Blocking on one group, asynchronous on another, in different orders on different ranks."""
 
@@ -77,14 +77,15 @@ def test_two_groups_mixed(pools: Any, world: int) -> None:
                 work = dovetail.all_reduce(x, group=a, async_op=True)
                 late.wait()
             work.wait()
-            assert workers.same(x, _expected(round_, a.size)) and workers.same(y, _expected(round_ + 50, a.size))
+            assert workers.same(x, _expected(round_, a.size))
+            assert workers.same(y, _expected(round_ + 50, a.size))
         a.close()
         b.close()
 
     pools.get(world).run(job)
 
 
-@pytest.mark.parametrize("world", (2, 3))
+@pytest.mark.parametrize("world", [2, 3])
 def test_calls_from_threads(pools: Any, world: int) -> None:
     """Several Python threads, each with a group of its own, blocking and asynchronous."""
 
@@ -118,7 +119,7 @@ def test_calls_from_threads(pools: Any, world: int) -> None:
     pools.get(world).run(job)
 
 
-@pytest.mark.parametrize("world", (2, 3))
+@pytest.mark.parametrize("world", [2, 3])
 def test_call_from_a_callback(pools: Any, world: int) -> None:
     """A ticket's callback may itself call a collective; it runs in whichever thread ended the work."""
 
@@ -134,7 +135,8 @@ def test_call_from_a_callback(pools: Any, world: int) -> None:
 
         dovetail.all_reduce(first, async_op=True).add_done_callback(then)
         assert over.wait(20)
-        assert workers.same(first, _expected(1, g.size)) and workers.same(second, _expected(2, g.size))
+        assert workers.same(first, _expected(1, g.size))
+        assert workers.same(second, _expected(2, g.size))
         late = threading.Event()
         done = dovetail.all_reduce(_input(3, g.rank), async_op=True)
         done.wait()
@@ -144,7 +146,7 @@ def test_call_from_a_callback(pools: Any, world: int) -> None:
     pools.get(world).run(job)
 
 
-@pytest.mark.parametrize("world", (2, 3))
+@pytest.mark.parametrize("world", [2, 3])
 def test_armed(pools: Any, world: int) -> None:
     """Nothing is posted before fire(); what counts is the input at that moment."""
 
@@ -165,7 +167,7 @@ def test_armed(pools: Any, world: int) -> None:
     pools.get(world).run(job)
 
 
-@pytest.mark.parametrize("world", (2,))
+@pytest.mark.parametrize("world", [2])
 def test_tensors_live_until_the_end(pools: Any, world: int) -> None:
     """A dropped Work keeps its tensors: nothing is written to freed memory."""
 
@@ -182,7 +184,7 @@ def test_tensors_live_until_the_end(pools: Any, world: int) -> None:
     pools.get(world).run(job)
 
 
-@pytest.mark.parametrize("world", (2,))
+@pytest.mark.parametrize("world", [2])
 def test_wait_with_a_timeout(pools: Any, world: int) -> None:
     """A short wait ends without ending the call."""
 
@@ -198,7 +200,7 @@ def test_wait_with_a_timeout(pools: Any, world: int) -> None:
     pools.get(world).run(job)
 
 
-@pytest.mark.parametrize("world", (2, 3))
+@pytest.mark.parametrize("world", [2, 3])
 def test_several_engines(spare_pool: Any, world: int) -> None:
     """More runner threads than one advance the queues of one run together."""
     pool = spare_pool(world, {"DOVETAIL_ENGINES": "3"})
@@ -216,7 +218,7 @@ def test_several_engines(spare_pool: Any, world: int) -> None:
     pool.run(job)
 
 
-@pytest.mark.parametrize("world", (2,))
+@pytest.mark.parametrize("world", [2])
 def test_tickets_and_stats(pools: Any, world: int) -> None:
     def job() -> None:
         g = workers.world()
@@ -226,7 +228,8 @@ def test_tickets_and_stats(pools: Any, world: int) -> None:
         assert (heap.ticket.variant, heap.ticket.engine, heap.ticket.cores) == ("bcst", "software DMA engine", 1)
         plain = dovetail.all_gather_into_tensor(torch.empty(40), torch.empty(20), variant="bcst", async_op=True)
         plain.wait()
-        assert plain.ticket.variant == "pull" and "staged" in plain.ticket.reason
+        assert plain.ticket.variant == "pull"
+        assert "staged" in plain.ticket.reason
         base = dovetail.all_reduce(torch.ones(20), variant="torch", async_op=True)
         base.wait()
         assert base.ticket.variant == "torch"
@@ -237,6 +240,7 @@ def test_tickets_and_stats(pools: Any, world: int) -> None:
         assert found["calls"] - before >= 4
         assert any(f["collective"] == "all_reduce" for f in found["fall_backs"])
         choice = dovetail.explain("all_reduce", 1 << 20)
-        assert choice.variant in ("oneshot", "twoshot") and choice.reason
+        assert choice.variant in ("oneshot", "twoshot")
+        assert choice.reason
 
     pools.get(world).run(job)

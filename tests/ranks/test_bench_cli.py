@@ -218,7 +218,7 @@ def test_tune_writes_a_profile_that_auto_uses(tmp_path: Path) -> None:
     assert loaded is not None, reason
     assert set(loaded.sections["coll"]["cpu"]) == set(COLLECTIVES)
     measured = {(row["collective"], row["variant"]) for row in rows_of(kept, "tune")}
-    assert {("all_gather", "torch"), ("all_gather", "pcpy"), ("all_to_all", "swap")} <= measured
+    assert {("all_gather", "torch"), ("all_gather", "pcpy"), ("all_reduce", "twoshot")} <= measured
     # Doctored, so that the choice can only come from this file.
     data = json.loads(file.read_text())
     data["sections"]["coll"]["cpu"]["all_gather"]["2"] = [[None, "bcst"]]

@@ -50,7 +50,10 @@ def test_all_reduce(pools: Any, world: int, kind: str) -> None:
     def job() -> list[bytes]:
         found = []
         for seed, items in enumerate(SIZES):
-            both = {v: workers.all_reduce(v, kind, items, torch.bfloat16, "sum", seed) for v in ("oneshot", "twoshot", "auto")}
+            both = {
+                v: workers.all_reduce(v, kind, items, torch.bfloat16, "sum", seed)
+                for v in ("oneshot", "twoshot", "auto")
+            }
             assert len(set(both.values())) == 1, "variants differ in their bits"
             found.append(both["auto"])
         return found
@@ -67,7 +70,7 @@ def _allowed(dtype: torch.dtype, op: str) -> bool:
     return not (dtype is torch.bool and op == "avg")
 
 
-@pytest.mark.parametrize("world", (2, 3, 8))
+@pytest.mark.parametrize("world", [2, 3, 8])
 def test_reductions_of_every_dtype(pools: Any, world: int) -> None:
     def job() -> None:
         for seed, (dtype, op) in enumerate(itertools.product(workers.all_dtypes(), OPS)):
@@ -126,7 +129,7 @@ def test_uneven_all_to_all(pools: Any, world: int, kind: str) -> None:
     assert set(pools.get(world).run(job)) <= {0, 3}
 
 
-@pytest.mark.parametrize("world", (2, 3, 8))
+@pytest.mark.parametrize("world", [2, 3, 8])
 def test_in_place(pools: Any, world: int) -> None:
     """all_gather with the input inside the output, reduce_scatter the other way, all_to_all by swapping."""
 
@@ -144,7 +147,10 @@ def test_in_place(pools: Any, world: int) -> None:
                 whole.copy_(workers.data(2, g.rank, 100 * g.size, torch.float32))
                 dovetail.all_to_all_single(whole, whole, variant=variant)
                 theirs = [workers.data(2, r, 100 * g.size, torch.float32) for r in range(g.size)]
-                assert workers.same(whole, torch.cat([t[100 * g.rank : 100 * g.rank + 100] for t in theirs])), (variant, kind)
+                assert workers.same(whole, torch.cat([t[100 * g.rank : 100 * g.rank + 100] for t in theirs])), (
+                    variant,
+                    kind,
+                )
             whole.copy_(workers.data(3, g.rank, 100 * g.size, torch.float32))
             dovetail.reduce_scatter_tensor(mine, whole)
             theirs = [workers.data(3, r, 100 * g.size, torch.float32) for r in range(g.size)]
@@ -154,7 +160,7 @@ def test_in_place(pools: Any, world: int) -> None:
     pools.get(world).run(job)
 
 
-@pytest.mark.parametrize("world", (2, 5))
+@pytest.mark.parametrize("world", [2, 5])
 def test_not_contiguous(pools: Any, world: int) -> None:
     """A strided input gives the right result, a strided output a clear error on every rank."""
 
@@ -173,7 +179,7 @@ def test_not_contiguous(pools: Any, world: int) -> None:
     pools.get(world).run(job)
 
 
-@pytest.mark.parametrize("world", (3, 5, 8))
+@pytest.mark.parametrize("world", [3, 5, 8])
 def test_subgroups(pools: Any, world: int) -> None:
     """Groups that are subsets, overlapping and in another order, used in turn."""
 
@@ -191,7 +197,7 @@ def test_subgroups(pools: Any, world: int) -> None:
     pools.get(world).run(job)
 
 
-@pytest.mark.parametrize("world", (2, 4))
+@pytest.mark.parametrize("world", [2, 4])
 def test_random_calls(pools: Any, world: int) -> None:
     """A long random mixture, with random delays before every step."""
 

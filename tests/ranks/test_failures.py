@@ -66,7 +66,8 @@ def test_timeout_says_where_everybody_is(spare_pool: Callable[..., Any]) -> None
         return str(caught.value)
 
     texts = pool.run(job)
-    assert "rank 2 has not entered it" in texts[0] and "rank 2 has not entered it" in texts[1]
+    assert "rank 2 has not entered it" in texts[0]
+    assert "rank 2 has not entered it" in texts[1]
     assert "all_reduce (twoshot, 4000 bytes)" in texts[0]
 
 
@@ -94,7 +95,9 @@ def test_survivors_make_a_new_group(spare_pool: Callable[..., Any]) -> None:
 
 CALLS: dict[str, Callable[[Any], Any]] = {
     "another collective": lambda g: (
-        dovetail.all_reduce(torch.zeros(8)) if g.rank == 0 else dovetail.all_gather_into_tensor(torch.zeros(8 * g.size), torch.zeros(8))
+        dovetail.all_reduce(torch.zeros(8))
+        if g.rank == 0
+        else dovetail.all_gather_into_tensor(torch.zeros(8 * g.size), torch.zeros(8))
     ),
     "another size": lambda g: dovetail.all_reduce(dovetail.zeros(8 + g.rank)),
     "another dtype": lambda g: dovetail.all_reduce(torch.zeros(8, dtype=(torch.float32, torch.int32)[g.rank > 0])),
@@ -106,7 +109,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("what", CALLS)
-@pytest.mark.parametrize("world", (2, 3))
+@pytest.mark.parametrize("world", [2, 3])
 def test_ranks_disagree(pools: Any, world: int, what: str) -> None:
     """Every rank gets an error that shows both calls; nothing moved, so the group goes on."""
     call = CALLS[what]
@@ -119,11 +122,12 @@ def test_ranks_disagree(pools: Any, world: int, what: str) -> None:
         return caught.value.calls
 
     for rank, calls in enumerate(pools.get(world).run(job)):
-        assert rank in calls and len(calls) == 2
+        assert rank in calls
+        assert len(calls) == 2
         assert len(set(calls.values())) == 2, calls
 
 
-@pytest.mark.parametrize("world", (2, 3))
+@pytest.mark.parametrize("world", [2, 3])
 def test_splits_disagree(pools: Any, world: int) -> None:
     def job() -> str:
         g = workers.world()
@@ -141,7 +145,7 @@ def test_splits_disagree(pools: Any, world: int) -> None:
         assert "rank 0 sends 32 bytes to rank 1, which expects 48" in text
 
 
-@pytest.mark.parametrize("world", (2,))
+@pytest.mark.parametrize("world", [2])
 def test_bad_arguments(pools: Any, world: int) -> None:
     """Clear errors before anything moves; the ranks can go on."""
 
@@ -155,7 +159,11 @@ def test_bad_arguments(pools: Any, world: int) -> None:
             (ValueError, "no variant 'fast'", lambda: dovetail.all_reduce(t, variant="fast")),
             (ValueError, "can't share equally", lambda: dovetail.all_to_all_single(torch.zeros(9), torch.zeros(9))),
             (ValueError, "sum to 3, it has 8 rows", lambda: dovetail.all_to_all_single(t, t + 1, [4, 4], [1, 2])),
-            (ValueError, "overlap", lambda: dovetail.all_gather_into_tensor(torch.zeros(17)[:16], t.set_(torch.zeros(17))[3:11])),
+            (
+                ValueError,
+                "overlap",
+                lambda: dovetail.all_gather_into_tensor(torch.zeros(17)[:16], t.set_(torch.zeros(17))[3:11]),
+            ),
             (TypeError, "combines bits", lambda: dovetail.all_reduce(torch.zeros(8), "band")),
             (NotSupported, "can't be reduced", lambda: dovetail.all_reduce(torch.zeros(8, dtype=torch.complex64))),
             (NotSupported, "no reduction", lambda: dovetail.all_reduce(torch.zeros(8), "median")),

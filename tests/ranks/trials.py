@@ -15,20 +15,22 @@ import traceback
 import uuid
 from typing import Any
 
+import dovetail.hw.cpu._native
 import torch
 
 import dovetail
 import dovetail.coll
-import dovetail.hw.cpu._native
 from dovetail.errors import PeerError, Timeout
 
 RANKS = 3
 
 
 def _rank(rank: int, token: str, seed: int, timeout_s: float, report: int, ready: int) -> None:
-    os.environ.update(DOVETAIL_RENDEZVOUS=token, DOVETAIL_RANK=str(rank), DOVETAIL_WORLD_SIZE=str(RANKS), DOVETAIL_HEAP="1G")
+    os.environ.update(
+        DOVETAIL_RENDEZVOUS=token, DOVETAIL_RANK=str(rank), DOVETAIL_WORLD_SIZE=str(RANKS), DOVETAIL_HEAP="1G"
+    )
     fds_before = len(os.listdir("/proc/self/fd"))
-    g = dovetail.init(timeout=timeout_s)
+    dovetail.init(timeout=timeout_s)
     rng = random.Random(seed)
     said: dict[str, Any] = {"rank": rank}
     dovetail.barrier()

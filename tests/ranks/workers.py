@@ -124,7 +124,9 @@ def reduce_scatter(kind: str, items: int, dtype: torch.dtype, op: str, seed: int
         inp.copy_(data(seed + it, g.rank, items * g.size, dtype))
         poison(out)
         dovetail.reduce_scatter_tensor(out, inp, op)
-        parts = [data(seed + it, r, items * g.size, dtype)[items * g.rank : items * (g.rank + 1)] for r in range(g.size)]
+        parts = [
+            data(seed + it, r, items * g.size, dtype)[items * g.rank : items * (g.rank + 1)] for r in range(g.size)
+        ]
         assert same(out, reduced(parts, op)), (kind, items, dtype, op, it)
 
 

@@ -68,6 +68,7 @@ def test_row_has_the_fields_of_the_contract_in_their_order() -> None:
         "tensors": "symmetric",
         "correct": True,
         "dtype": "float32",
+        "in_place": False,
     }
 
 

@@ -131,4 +131,5 @@ class Cell:
             "busbw_gbps": None if time_us is None else case.busbw_gbps(time_us),
             "correct": correct,
             "dtype": case.dtype,
+            "in_place": contender.out is contender.inp,
         }

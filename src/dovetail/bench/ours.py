@@ -12,10 +12,7 @@ import torch
 import dovetail
 from dovetail.bench.cases import ROOT, Case
 from dovetail.bench.contender import Contender
-from dovetail.bench.spec import AUTO
-
-SWAP = "swap"
-"""The variant that exchanges in place: input and output are one tensor."""
+from dovetail.bench.spec import AUTO, SWAP
 
 
 class Ours:

@@ -114,7 +114,7 @@ def _under_mpirun(spec: Spec, mpi: openmpi.OpenMPI, folder: Folder, progress: Pr
 
 def _launched(spec: Spec, folder: Folder, progress: Progress) -> dict[str, Any]:
     from dovetail.bench import worker
-    from dovetail.coll.launch import launch
+    from dovetail.coll import launch
 
     over = threading.Event()
 

@@ -16,6 +16,8 @@ TENSORS = ("symmetric", "ordinary")
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
 AUTO, TORCH = "auto", "torch"
 """Variants that every collective has: the one that is chosen, and the caller's own process group."""
+SWAP = "swap"
+"""The variant of all_to_all that exchanges in place: it is measured with one tensor as input and output."""
 
 
 @dataclass(frozen=True, kw_only=True)

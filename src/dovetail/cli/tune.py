@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dovetail.bench.spec import COLLECTIVES, TORCH, Spec
+from dovetail.bench.spec import COLLECTIVES, SWAP, TORCH, Spec
 from dovetail.cli.bench import progress_bar, words
 from dovetail.measure.sizes import format_bytes, geometric
 
@@ -57,7 +57,9 @@ def tune(
     from dovetail.bench import tune as tuning
     from dovetail.measure import machine, record
 
-    variants = tuple(dict.fromkeys([*(v for name in COLLECTIVES for v in coll.variants(name)), TORCH]))
+    # The bench runs `swap` in place, and `auto` takes it for just those calls: it is no candidate for the others.
+    names = dict.fromkeys([*(variant for name in COLLECTIVES for variant in coll.variants(name)), TORCH])
+    variants = tuple(name for name in names if name != SWAP)
     deadline = time.monotonic() + budget_s
     rows = []
     for index, number in enumerate(numbers):

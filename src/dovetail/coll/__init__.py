@@ -14,8 +14,8 @@ from dovetail.coll.api import (
     stats,
     variants,
 )
-from dovetail.coll.launch import launch
 from dovetail.coll.session import empty, finalize, init, new_group, zeros
+from dovetail.coll.spawn import launch
 from dovetail.coll.work import Ticket, Work
 from dovetail.plan.step import ReduceOp
 

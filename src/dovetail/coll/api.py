@@ -1,9 +1,9 @@
 """The collectives, with c10d's names and keywords.
 
-Each function is a fast path (a shape seen before, blocking, contiguous: one dictionary look-up and one native call) and
-a slow one that checks its arguments and binds. Tensors on the heap (`dovetail.empty`) move without a copy; ordinary ones
-are staged; ranks may differ in which. Blocking calls return when this rank's output is complete and its input may be
-changed; asynchronous ones (`async_op=True`) return a `Work` at once.
+Each function is a fast path (a shape seen before, blocking, contiguous: one look-up and one native call) and a slow one
+that checks its arguments and binds. Tensors on the heap (`dovetail.empty`) move without a copy; ordinary ones are
+staged; ranks may differ in which. Blocking calls return when this rank's output is complete and its input may
+be changed; asynchronous ones (`async_op=True`) return a `Work` at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,13 @@ _SUM = ReduceOp.SUM
 
 
 def all_gather_into_tensor(
-    output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False, *, variant: str = "auto", armed: bool = False
+    output_tensor: Any,
+    input_tensor: Any,
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    variant: str = "auto",
+    armed: bool = False,
 ) -> Any:
     """Gathers every rank's `input_tensor` into `output_tensor` of every rank, in rank order.
 
@@ -59,7 +65,8 @@ def all_gather_into_tensor(
     args.apart(out, inp, Alias.INPUT_IN_OUTPUT, g.rank)
     n = inp.nbytes
     request = Request(
-        group=g, collective=_AG, key=(1, inp.numel(), inp.dtype, variant), fast=1, requested=variant, size_bytes=n, plan_bytes=n,
+        group=g, collective=_AG, key=(1, inp.numel(), inp.dtype, variant), fast=1, requested=variant, size_bytes=n,
+        plan_bytes=n,
         pointers=[inp.data_ptr(), out.data_ptr()], bytes=[n, out.nbytes], tensors=(out, inp), params=[],
     )  # fmt: skip
     return dispatch.run(request, async_op, armed)
@@ -97,7 +104,9 @@ def all_to_all_single(
     args.same_dtype("output", out, "input", inp)
     args.times("output", out, "input", inp, 1)
     if inp.numel() % g.size:
-        raise ValueError(f"input has {inp.numel()} elements, which {g.size} ranks can't share equally: give split sizes")
+        raise ValueError(
+            f"input has {inp.numel()} elements, which {g.size} ranks can't share equally: give split sizes"
+        )
     args.apart(out, inp, Alias.SAME, g.rank)
     in_place = inp.data_ptr() == out.data_ptr() and inp.numel() > 0
     swaps = in_place and variant in ("auto", "swap")
@@ -142,7 +151,13 @@ def _starts(lengths: list[int]) -> list[int]:
 
 
 def all_reduce(
-    tensor: Any, op: Any = _SUM, group: Any = None, async_op: bool = False, *, variant: str = "auto", armed: bool = False
+    tensor: Any,
+    op: Any = _SUM,
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    variant: str = "auto",
+    armed: bool = False,
 ) -> Any:
     """Reduces `tensor` over all ranks, in place; every rank gets the same bits.
 
@@ -159,15 +174,22 @@ def all_reduce(
     ours = reduce_op(op)
     t = args.target("tensor", tensor)
     request = Request(
-        group=g, collective=_AR, key=(3, t.numel(), t.dtype, ours, variant), fast=3, requested=variant, size_bytes=t.nbytes,
-        plan_bytes=t.nbytes, pointers=[t.data_ptr()], bytes=[t.nbytes], tensors=(t,), params=[],
+        group=g, collective=_AR, key=(3, t.numel(), t.dtype, ours, variant), fast=3, requested=variant,
+        size_bytes=t.nbytes, plan_bytes=t.nbytes, pointers=[t.data_ptr()], bytes=[t.nbytes], tensors=(t,), params=[],
         dtype=reducible(t.dtype, ours), op=ours,
     )  # fmt: skip
     return dispatch.run(request, async_op, armed)
 
 
 def reduce_scatter_tensor(
-    output: Any, input: Any, op: Any = _SUM, group: Any = None, async_op: bool = False, *, variant: str = "auto", armed: bool = False
+    output: Any,
+    input: Any,
+    op: Any = _SUM,
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    variant: str = "auto",
+    armed: bool = False,
 ) -> Any:
     """Reduces piece r of every rank's `input` into `output` of rank r. Raises as `all_gather_into_tensor`."""
     g = (session.group or group_of(None)) if group is None else group_of(group)
@@ -206,8 +228,9 @@ def broadcast(
     root = args.root_rank(g, "src", src, group_src)
     t = args.source("tensor", tensor) if g.rank == root else args.target("tensor", tensor)
     request = Request(
-        group=g, collective=Collective.BROADCAST, key=(5, t.nbytes, root, variant), requested=variant, size_bytes=t.nbytes,
-        plan_bytes=t.nbytes, pointers=[t.data_ptr(), t.data_ptr()], bytes=[t.nbytes, t.nbytes], tensors=(t,), params=[],
+        group=g, collective=Collective.BROADCAST, key=(5, t.nbytes, root, variant), requested=variant,
+        size_bytes=t.nbytes, plan_bytes=t.nbytes, pointers=[t.data_ptr(), t.data_ptr()], bytes=[t.nbytes, t.nbytes],
+        tensors=(t,), params=[],
         root=root,
     )  # fmt: skip
     return dispatch.run(request, async_op, armed)
@@ -291,19 +314,19 @@ def arm(collective: Any, *arguments: Any, **keywords: Any) -> Any:
 
 def explain(collective: str, size_bytes: int, *, group: Any = None, variant: str = "auto") -> choose.Choice:
     """What a call would run and why, without running it. `size_bytes` is what each rank contributes."""
-    try:
-        found = Collective[collective.upper()]
-    except KeyError:
-        found = None  # type: ignore[assignment]
-    if found not in VARIANTS:
-        names = ", ".join(c.name.lower() for c in VARIANTS)
-        raise ValueError(f"no collective {collective!r}; there are {names}")
-    return choose.variant_for(group_of(group), found, size_bytes, variant)
+    return choose.variant_for(group_of(group), _named(collective), size_bytes, variant)
 
 
 def variants(collective: str) -> tuple[str, ...]:
     """The variants of a collective, besides "auto" and "torch"."""
-    return VARIANTS[Collective[collective.upper()]]
+    return VARIANTS[_named(collective)]
+
+
+def _named(collective: str) -> Collective:
+    names = {c.name.lower(): c for c in VARIANTS}
+    if collective not in names:
+        raise ValueError(f"no collective {collective!r}; there are {', '.join(names)}")
+    return names[collective]
 
 
 def stats() -> dict[str, Any]:

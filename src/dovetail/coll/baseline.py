@@ -9,12 +9,15 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 
 from dovetail.coll.recipes import Collective
 from dovetail.errors import NotSupported
 from dovetail.hw.world import Group
 from dovetail.plan.step import ReduceOp
+
+dist: Any = torch.distributed
+c10d: Any = torch._C._distributed_c10d  # where the options of a process group's own methods are
 
 _OPS = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
@@ -48,15 +51,15 @@ def _own_gloo(group: Group) -> Any:
     store: Any = None
     port = torch.zeros(1, dtype=torch.int64)
     if group.rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        store = c10d.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         port[0] = store.port
     api.broadcast(port, 0, group=group, variant="pull")
     if store is None:
-        store = dist.TCPStore("127.0.0.1", int(port[0]), None, False)
-    options: Any = dist.ProcessGroupGloo._Options()
+        store = c10d.TCPStore("127.0.0.1", int(port[0]), None, False)
+    options: Any = c10d.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=group.timeout_s)
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    made = dist.ProcessGroupGloo(store, group.rank, group.size, options)
+    options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    made = c10d.ProcessGroupGloo(store, group.rank, group.size, options)
     group.keep.append(store)  # lives as long as the group
     return made
 
@@ -67,29 +70,29 @@ def run(group: Group, collective: Collective, tensors: tuple[Any, ...], *, op: R
     with torch.no_grad():
         match collective:
             case Collective.ALL_GATHER:
-                return pg._allgather_base(tensors[0], tensors[1], dist.AllgatherOptions())
+                return pg._allgather_base(tensors[0], tensors[1], c10d.AllgatherOptions())
             case Collective.ALL_TO_ALL:
                 out_splits, in_splits = splits or ([], [])
-                return pg.alltoall_base(tensors[0], tensors[1], out_splits, in_splits, dist.AllToAllOptions())
+                return pg.alltoall_base(tensors[0], tensors[1], out_splits, in_splits, c10d.AllToAllOptions())
             case Collective.ALL_REDUCE:
-                options = dist.AllreduceOptions()
+                options = c10d.AllreduceOptions()
                 options.reduceOp = _OPS[op]
                 return pg.allreduce([tensors[0]], options)
             case Collective.REDUCE_SCATTER:
-                scatter = dist.ReduceScatterOptions()
+                scatter = c10d.ReduceScatterOptions()
                 scatter.reduceOp = _OPS[op]
                 return pg._reduce_scatter_base(tensors[0], tensors[1], scatter)
             case Collective.BROADCAST:
-                cast = dist.BroadcastOptions()
+                cast = c10d.BroadcastOptions()
                 cast.rootRank = root
                 cast.rootTensor = 0
                 return pg.broadcast([tensors[0]], cast)
             case Collective.GATHER:
-                collect = dist.GatherOptions()
+                collect = c10d.GatherOptions()
                 collect.rootRank = root
                 return pg.gather([list(tensors[1])] if group.rank == root else [], [tensors[0]], collect)
             case Collective.SCATTER:
-                spread = dist.ScatterOptions()
+                spread = c10d.ScatterOptions()
                 spread.rootRank = root
                 return pg.scatter([tensors[0]], [list(tensors[1])] if group.rank == root else [], spread)
             case _:

@@ -27,7 +27,7 @@ DIRECT, STAGED_HEAP, STAGED_ORDINARY = range(3)
 class Bound:
     """`caller.run` blocks and returns a status, DONE if all is well; `caller.start` returns a native ticket."""
 
-    __slots__ = ("group", "shape", "reason", "caller", "plans", "_recipe", "_planner_error", "__weakref__")
+    __slots__ = ("__weakref__", "_planner_error", "_recipe", "caller", "group", "plans", "reason", "shape")
 
     def __init__(self, group: Group, shape: Shape, buffer_bytes: list[int], reason: str = "") -> None:
         self.group, self.shape, self.reason = group, shape, reason
@@ -93,7 +93,9 @@ class Bound:
         return error_of(self.group, label, self.plans.get(failure["choice"]), failure, describe_call)
 
     def __repr__(self) -> str:
-        return f"Bound({Collective(self.shape.collective).name.lower()}, {self.shape.variant}, {self.shape.size_bytes} B)"
+        return (
+            f"Bound({Collective(self.shape.collective).name.lower()}, {self.shape.variant}, {self.shape.size_bytes} B)"
+        )
 
 
 def _planner(bound: weakref.ref[Bound]) -> Callable[[int], Any]:

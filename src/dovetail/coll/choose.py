@@ -1,4 +1,4 @@
-"""Which variant `auto` takes, and why. What is in force is rank 0's: profile, forced variant, and `DOVETAIL_DISABLE`."""
+"""Which variant `auto` takes, and why. In force is what rank 0 has: profile, forced variant, `DOVETAIL_DISABLE`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def settings(group: Group) -> dict[str, Any]:
     return found
 
 
-def variant_for(group: Group, collective: Collective, size_bytes: int, requested: str, in_place: bool = False) -> Choice:
+def variant_for(
+    group: Group, collective: Collective, size_bytes: int, requested: str, in_place: bool = False
+) -> Choice:
     """The variant to run. `requested` is "auto" or a name; raises `ValueError` for one that the collective lacks."""
     names = VARIANTS[collective]
     label = collective.name.lower()
@@ -60,7 +62,9 @@ def variant_for(group: Group, collective: Collective, size_bytes: int, requested
     if len(names) == 1:
         return Choice(names[0], "the only variant")
     key = Key(device="", driver="")
-    profile = Profile(key=key, sections={"coll": told.get("coll", {})}, date=told.get("date", ""), origin=told.get("origin", ""))
+    profile = Profile(
+        key=key, sections={"coll": told.get("coll", {})}, date=told.get("date", ""), origin=told.get("origin", "")
+    )
     picked = choose(label, group.size, size_bytes, profile=profile if told.get("coll") else None)
     if picked.variant not in (*names, "torch"):
         return Choice(names[0], f"the profile names {picked.variant!r}, which {label} does not have")

@@ -150,7 +150,12 @@ def _on_baseline(r: Request, reason: str, async_op: bool, armed: bool) -> Any:
     work = baseline.run(r.group, r.collective, r.tensors, op=r.op, root=r.root, splits=r.splits)
     if async_op:
         made = Ticket(
-            collective=label, variant="torch", reason=reason, engine="torch process group", cores=1, size_bytes=r.size_bytes
+            collective=label,
+            variant="torch",
+            reason=reason,
+            engine="torch process group",
+            cores=1,
+            size_bytes=r.size_bytes,
         )
         return BaselineWork(work, made)
     work.wait()

@@ -37,7 +37,9 @@ class Registry:
                 for variant, calls in ((shape.variant, direct), (staged, runs - direct)):
                     if calls:
                         rows.append(_row(shape, variant, calls))
-            falls = [{"collective": c, "variant": "torch", "calls": n, "reason": r} for (c, r), n in self._baseline.items()]
+            falls: list[dict[str, Any]] = [
+                {"collective": c, "variant": "torch", "calls": n, "reason": r} for (c, r), n in self._baseline.items()
+            ]
         merged: dict[tuple[str, str], dict[str, Any]] = {}
         for row in rows:
             into = merged.setdefault((row["collective"], row["variant"]), {**row, "calls": 0, "bytes": 0})

@@ -1,7 +1,7 @@
 """Joining the world: `init()` in a process that something launched, `launch()` to start such processes.
 
-Owns the default world of the process. `init()` attaches to torch.distributed if it is initialised, whatever its backend;
-otherwise it takes rank and size from a launcher (`dovetail.launch`, torchrun, mpirun), or is alone.
+Owns the default world of the process. `init()` attaches to torch.distributed if that is initialised, whatever its
+backend; otherwise it takes rank and size from a launcher (`dovetail.launch`, torchrun, mpirun), or is alone.
 """
 
 from __future__ import annotations
@@ -55,9 +55,7 @@ def init(timeout: Any = None) -> Group:
     rank, size, token, local = _find_place()
     session.count += 1
     told = choose.notice(size)
-    session.world = World(
-        rank, size, token=f"{token}-{session.count}", notice=told, timeout_s=seconds, local=local
-    )
+    session.world = World(rank, size, token=f"{token}-{session.count}", notice=told, timeout_s=seconds, local=local)
     session.group = session.world.group
     session.torch_groups = {}
     log.setLevel(env.log_level())
@@ -78,7 +76,9 @@ def _find_place() -> tuple[int, int, str, bool]:
         rank, size = int(os.environ[rank_name]), int(os.environ[size_name])
         local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or str(size)
         if int(local) != size:
-            raise DovetailError("ranks on several hosts: call torch.distributed.init_process_group() before dovetail.init()")
+            raise DovetailError(
+                "ranks on several hosts: call torch.distributed.init_process_group() before dovetail.init()"
+            )
         return rank, size, token or _launcher_token(), True
     return 0, 1, token or uuid.uuid4().hex, True
 
@@ -92,8 +92,8 @@ _LAUNCHERS = (
 
 def _launcher_token() -> str:
     """A name that all processes of one job have in common and no other job of this user on this host."""
-    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "OMPI_MCA_orte_ess_jobid")
-    names += ("PMIX_NAMESPACE",)
+    torchrun = ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"]
+    names = [*torchrun, "OMPI_MCA_orte_ess_jobid", "PMIX_NAMESPACE"]
     text = repr([os.environ.get(n) for n in names])
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

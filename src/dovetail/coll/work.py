@@ -38,9 +38,10 @@ class Work:
         self._native = native
 
     def wait(self, timeout: Any = None) -> bool:
-        """Blocks until the call is over; raises its error. `timeout`: seconds or a timedelta, `Timeout` when it ends first.
+        """Blocks until the call is over; raises its error.
 
-        A timeout given here leaves the call running; the group's own ends it.
+        `timeout` (seconds or a timedelta) raises `Timeout` when it ends first and leaves the call running; the group's
+        own timeout ends it.
         """
         seconds = -1.0 if timeout is None else float(getattr(timeout, "total_seconds", lambda: timeout)())
         status = self._native.wait(seconds)

@@ -38,7 +38,9 @@ def make_memory(size_bytes: int) -> int:
         fd = os.memfd_create("dovetail", os.MFD_CLOEXEC)
         os.ftruncate(fd, size_bytes)
     except OSError as error:
-        raise HardwareError(f"no shared memory of {size_bytes} bytes: {error.strerror}; DOVETAIL_HEAP sets its size") from error
+        raise HardwareError(
+            f"no shared memory of {size_bytes} bytes: {error.strerror}; DOVETAIL_HEAP sets its size"
+        ) from error
     return fd
 
 
@@ -78,7 +80,9 @@ def _listen(token: str, rank: int, size: int) -> socket.socket:
         listener.bind(_address(token, rank))
     except OSError as error:
         listener.close()
-        raise DovetailError(f"rank {rank} is there already: two processes with one rank, or init() called twice") from error
+        raise DovetailError(
+            f"rank {rank} is there already: two processes with one rank, or init() called twice"
+        ) from error
     listener.listen(size)
     return listener
 
@@ -145,7 +149,11 @@ def _note(members: dict[int, Member], heard: tuple[dict[str, object], int, int],
         os.close(fd)
         raise PeerError(f"rank {rank} (process {pid}) can't be watched: {error.strerror}", rank=rank) from error
     members[rank] = Member(
-        pid=pid, memory_fd=fd, memory_bytes=int(str(hello["bytes"])), pidfd=pidfd, notice=bytes.fromhex(str(hello["notice"]))
+        pid=pid,
+        memory_fd=fd,
+        memory_bytes=int(str(hello["bytes"])),
+        pidfd=pidfd,
+        notice=bytes.fromhex(str(hello["notice"])),
     )
 
 

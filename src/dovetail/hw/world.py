@@ -35,7 +35,14 @@ class World:
     """This process among the others. Make one with `dovetail.init()`."""
 
     def __init__(
-        self, rank: int, size: int, *, token: str, notice: bytes = b"", timeout_s: float | None = None, local: bool = True
+        self,
+        rank: int,
+        size: int,
+        *,
+        token: str,
+        notice: bytes = b"",
+        timeout_s: float | None = None,
+        local: bool = True,
     ) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"rank must be in 0..{size - 1}, not {rank}")
@@ -80,7 +87,9 @@ class World:
         if self._native is None:
             if not self.local:
                 raise NotSupported("this world spans hosts: there is no shared heap; collectives run on the baseline")
-            raise DovetailError("this world is closed (or belongs to the parent of a forked process): call dovetail.init()")
+            raise DovetailError(
+                "this world is closed (or belongs to the parent of a forked process): call dovetail.init()"
+            )
         return self._native
 
     def new_group(self, ranks: Sequence[int], *, name: str = "") -> Group:
@@ -144,7 +153,9 @@ class World:
     def __enter__(self) -> World:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -217,7 +228,9 @@ class Group:
     def __enter__(self) -> Group:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -218,7 +218,9 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        lines = [f"plan {self.name}: {self.world} ranks" + (f", passes {', '.join(self.passes)}" if self.passes else "")]
+        lines = [
+            f"plan {self.name}: {self.world} ranks" + (f", passes {', '.join(self.passes)}" if self.passes else "")
+        ]
         lines += [self.describe(q, i) for q in range(len(self.queues)) for i in range(len(self.queues[q]))]
         return "\n".join(lines)
 
@@ -229,9 +231,13 @@ def _validate(plan: Plan) -> None:
         raise PlanError(f"plan {plan.name}: world must be at least 1, not {plan.world}")
     for buffer in plan.buffers:
         if len(buffer.sizes) != plan.world or len(buffer.spaces) != plan.world:
-            raise PlanError(f"plan {plan.name}: buffer {buffer.name} needs a size and a space for each of {plan.world} ranks")
+            raise PlanError(
+                f"plan {plan.name}: buffer {buffer.name} needs a size and a space for each of {plan.world} ranks"
+            )
         if buffer.role is Role.VIEW and not (0 <= buffer.of < len(plan.buffers) and len(buffer.staged) == plan.world):
-            raise PlanError(f"plan {plan.name}: view {buffer.name} needs the buffer it shows and `staged` for each rank")
+            raise PlanError(
+                f"plan {plan.name}: view {buffer.name} needs the buffer it shows and `staged` for each rank"
+            )
     for q in plan.queues:
         if not 0 <= q.rank < plan.world:
             raise PlanError(f"plan {plan.name}: a queue of rank {q.rank} in a world of {plan.world}")
@@ -268,6 +274,7 @@ def _in_range(plan: Plan, where: str, rows: Rows) -> None:
     require(rows["length_param"] < len(plan.params), "length parameter out of range")
     last = rows["first_source"] + rows["num_sources"]
     reduces = op == Op.REDUCE
-    require(~reduces | ((rows["num_sources"] > 0) & (rows["first_source"] >= 0) & (last <= len(plan.sources))), "sources out of range")
-
-
+    require(
+        ~reduces | ((rows["num_sources"] > 0) & (rows["first_source"] >= 0) & (last <= len(plan.sources))),
+        "sources out of range",
+    )

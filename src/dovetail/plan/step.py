@@ -187,9 +187,7 @@ def swap(src: Operand, dst: Operand, length: Any) -> Rows:
     return _move(Op.SWAP, length, NONE, 0, src=src, dst=dst)
 
 
-def reduce(
-    dst: Operand, length: Any, first_source: Any, num_sources: int, dtype: DType, reduce_op: ReduceOp
-) -> Rows:
+def reduce(dst: Operand, length: Any, first_source: Any, num_sources: int, dtype: DType, reduce_op: ReduceOp) -> Rows:
     """Reductions; the sources stand in the plan's source table."""
     rows = _move(Op.REDUCE, length, NONE, 0, dst=dst)
     rows["first_source"], rows["num_sources"] = first_source, num_sources

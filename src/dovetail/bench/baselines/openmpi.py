@@ -1,7 +1,8 @@
 """Open MPI, through mpi4py with contiguous NumPy buffers.
 
-Called in its strongest form: counts and MPI types are given (mpi4py then does not look them up in every call), sums
-are in place, and the library is initialised for one calling thread. On Open MPI 4.1 each of these made it faster.
+Called in its strongest form: counts and MPI types are given, so that mpi4py does not look them up in every call (0.3 us
+of 3.3 at 1 KB), and all_reduce is in place, as ours is (2.7 us instead of 3.3). Initialised as mpi4py does by itself;
+a lower level of thread support was not faster. Measured with Open MPI 4.1.4 and mpi4py 4.1.2 on a 2-core Xeon.
 """
 
 from __future__ import annotations
@@ -33,10 +34,6 @@ class OpenMPI:
     name = "openmpi"
 
     def __init__(self) -> None:
-        import mpi4py
-
-        # gloo's and Dovetail's threads never call MPI.
-        mpi4py.rc.thread_level = "funneled"
         from mpi4py import MPI
 
         self._mpi: Any = MPI

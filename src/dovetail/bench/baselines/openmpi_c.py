@@ -57,8 +57,8 @@ def _compile(mpi: OpenMPI, folder: Path) -> Path:
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
     except subprocess.CalledProcessError as error:
-        last = (error.stderr.strip().splitlines() or [f"status {error.returncode}"])[-1]
-        raise _NotMeasured(f"mpicc failed: {last}") from None
+        said = [line.strip() for line in error.stderr.splitlines() if line.strip("- ")]
+        raise _NotMeasured(f"mpicc failed: {said[0] if said else f'status {error.returncode}'}") from None
     except (OSError, subprocess.TimeoutExpired) as error:
         raise _NotMeasured(f"mpicc failed: {error}") from None
     return program

@@ -1,7 +1,7 @@
 """Runs any plan on the software engines of a group: the executor behind the seam that GPUs will share.
 
-Collectives have their own, faster way in (`dovetail.coll`); this is for plans that somebody made or rewrote: phases, tests,
-and whatever imports and exports signals.
+Collectives have their own, faster way in (`dovetail.coll`); this is for plans that somebody made or rewrote: phases,
+tests, and whatever imports and exports signals.
 """
 
 from __future__ import annotations
@@ -72,10 +72,11 @@ class PlanRunner:
     def __init__(self, group: Group, plan: Plan) -> None:
         if plan.world != group.size:
             raise PlanError(f"plan {plan.name} is for {plan.world} ranks, {group} has {group.size}")
-        if env.check():
-            check(plan, runs=2)
         self.group, self.plan = group, plan
         self._layout = layout_of(plan)
+        program = compile_plan(plan, group.rank, self._layout)
+        if env.check():
+            check(plan, runs=2)
         self._names = [plan.buffers[n].name for n in self._layout.user]
         module = native.load()
         grows = self._layout.scratch_bytes < 0
@@ -94,14 +95,15 @@ class PlanRunner:
             has_direct=False,
             planner=_no_planner,
         )
-        program = compile_plan(plan, group.rank, self._layout)
         for choice in range(3):
             self._caller.set_program(choice, program)
 
     def submit(self, tensors: Mapping[str, Any], params: Sequence[int] = (), *, gated: bool = False) -> PlanTicket:
         """Starts a run. `tensors`: this rank's buffers by name; `params`: what it posts, in the plan's order."""
         if missing := set(tensors) ^ {n for n in self._names if self._has(n)}:
-            raise ValueError(f"plan {self.plan.name} takes the buffers {self._names}; wrong or missing: {sorted(missing)}")
+            raise ValueError(
+                f"plan {self.plan.name} takes the buffers {self._names}; wrong or missing: {sorted(missing)}"
+            )
         given = [tensors.get(n) for n in self._names]
         pointers = [0 if t is None else t.data_ptr() for t in given]
         sizes = [0 if t is None else t.nbytes for t in given]
@@ -119,7 +121,9 @@ class PlanRunner:
     def __enter__(self) -> PlanRunner:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._caller = None
 
 

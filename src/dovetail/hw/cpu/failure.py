@@ -23,43 +23,58 @@ def error_of(group: Group, label: str, plan: Plan | None, failure: dict[str, Any
     status, about = failure["status"], failure["about"]
     what = f"{label}, run {failure['run']} on {group}"
     if status == MISMATCH:
-        return _mismatch(group, failure, describe)
+        return _mismatch(group, plan, failure, describe)
     if group.broken is not None:
         return group.broken
     where = _where(group, plan, failure)
     error: DovetailError
     if status == DEAD:
         how = "closed the group" if group.native is not None and group.native.closed(about) else "died"
-        error = PeerError(f"rank {about} {how}; {what}{where}. The group is broken: make a new one from the others", rank=about)
+        error = PeerError(
+            f"rank {about} {how}; {what}{where}. The group is broken: make a new one from the others", rank=about
+        )
     elif status == LATE:
         error = Timeout(f"{what} made no progress for {group.timeout_s:g} s: {_late(group, plan, failure)}{where}")
     elif status == MEMORY:
-        error = HardwareError(f"{what}: no memory for staging; free some, or put the tensors on the heap (dovetail.empty)")
+        error = HardwareError(
+            f"{what}: no memory for staging; free some, or put the tensors on the heap (dovetail.empty)"
+        )
     elif status == BROKEN:
         code = group.native.abort & 0xFF if group.native is not None else _CLOSED
         word = "was closed" if code == _CLOSED else "failed"
         error = PeerError(f"the group {word} on rank {failure['reporter']}; {what}{where}", rank=failure["reporter"])
     elif status == BOUNDS:
-        error = DovetailError(f"{what}: a step reaches outside the memory of rank {about}{where}; nothing was moved by it")
+        error = DovetailError(
+            f"{what}: a step reaches outside the memory of rank {about}{where}; nothing was moved by it"
+        )
     else:
         return DovetailError(f"{what}: no plan could be made")
     group.set_broken(error)
     return error
 
 
-def _mismatch(group: Group, failure: dict[str, Any], describe: Describe) -> DovetailError:
-    sender, receiver = failure["param_a"] // (4 * group.size), failure["param_b"] // (4 * group.size)
-    splits = failure["param_a"] >= 0
-    shown = {sender, receiver} if splits else {group.rank, failure["about"]}
+def _mismatch(group: Group, plan: Plan | None, failure: dict[str, Any], describe: Describe) -> DovetailError:
+    a, b = failure["param_a"], failure["param_b"]
+    splits = plan is not None and a >= 0
+    shown = (
+        {plan.params[a].rank, plan.params[b].rank} if plan is not None and splits else {group.rank, failure["about"]}
+    )
     states = {r: group.native.peer_state(r, failure["slot"], failure["lane"]) for r in shown}
     calls = {r: describe(state, group.size) for r, state in states.items()}
-    if splits:
-        text = (
-            f"rank {sender} sends {states[sender]['params'][group.size + receiver]} bytes to rank {receiver}, "
-            f"which expects {states[receiver]['params'][3 * group.size + sender]}; nothing was moved"
-        )
-        return MismatchError(text, calls=calls)
-    return MismatchError(f"the ranks of {group} do not make the same call; nothing was moved", calls=calls)
+    if plan is None or not splits:
+        return MismatchError(f"the ranks of {group} do not make the same call; nothing was moved", calls=calls)
+
+    def posted(index: int) -> int:
+        """The value of a parameter, from the slot of the rank that posted it."""
+        rank = plan.params[index].rank
+        return int(states[rank]["params"][sum(p.rank == rank for p in plan.params[:index])])
+
+    sender, receiver = plan.params[a].rank, plan.params[b].rank
+    if plan.params[a].name.startswith("send_length"):
+        text = f"rank {sender} sends {posted(a)} bytes to rank {receiver}, which expects {posted(b)}; nothing was moved"
+    else:
+        text = f"{plan.params[a].name} is {posted(a)}, but {plan.params[b].name} is {posted(b)}; nothing was moved"
+    return MismatchError(text, calls=calls)
 
 
 def _where(group: Group, plan: Plan | None, failure: dict[str, Any]) -> str:
@@ -76,9 +91,6 @@ def _step_text(plan: Plan, rank: int, queue: int, step: int) -> str:
     n = mine[queue]
     head = len(plan.queues[n]) - len(body_of(plan, plan.queues[n].steps, rank))
     return plan.describe(n, min(head + step, len(plan.queues[n]) - 1))
-
-
-    return len(plan.queues[queue]) - len(body_of(plan, plan.queues[queue].steps, plan.queues[queue].rank))
 
 
 def _late(group: Group, plan: Plan | None, failure: dict[str, Any]) -> str:

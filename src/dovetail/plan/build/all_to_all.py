@@ -81,9 +81,7 @@ def _uneven(a: Assembly, spaces: Space | Sequence[Space]) -> tuple[int, int, _Pi
 
 def _piece(i: int, j: int, inp: int, out: int, sends: _Pieces, receives: _Pieces) -> st.Rows:
     """The copy of rank i's piece j to rank j's piece i."""
-    return st.copy(
-        (i, inp, 0, sends[i][0][j]), (j, out, 0, receives[j][0][i]), UNBOUNDED, length_param=sends[i][1][j]
-    )
+    return st.copy((i, inp, 0, sends[i][0][j]), (j, out, 0, receives[j][0][i]), UNBOUNDED, length_param=sends[i][1][j])
 
 
 def pull_uneven(world: int, *, ordinary: Sequence[bool] | None = None) -> Plan:

@@ -70,9 +70,7 @@ class Assembly:
         """Cuts a buffer into one run-time piece per rank. Returns the parameters of offsets and lengths."""
         offsets = [self.param(f"{name}_offset {rank}:{k}", rank) for k in range(self.world)]
         lengths = [self.param(f"{name}_length {rank}:{k}", rank) for k in range(self.world)]
-        self._partitions.append(
-            Partition(rank=rank, buffer=buffer, offsets=tuple(offsets), lengths=tuple(lengths))
-        )
+        self._partitions.append(Partition(rank=rank, buffer=buffer, offsets=tuple(offsets), lengths=tuple(lengths)))
         return offsets, lengths
 
     def equal(self, a: int, b: int) -> None:

@@ -53,7 +53,9 @@ def twoshot(world: int, size_bytes: int, dtype: DType, op: ReduceOp, *, chunk_by
     return a.plan()
 
 
-def oneshot(world: int, size_bytes: int, dtype: DType, op: ReduceOp, *, ordinary: bool = True, chunks: Chunks | None = None) -> Plan:
+def oneshot(
+    world: int, size_bytes: int, dtype: DType, op: ReduceOp, *, ordinary: bool = True, chunks: Chunks | None = None
+) -> Plan:
     """Through staging rings; takes any tensor (`ordinary`: assume none of them is on the heap)."""
     a = Assembly("all_reduce oneshot", world)
     ch = chunks or Chunks(size_bytes=size_bytes)

@@ -63,7 +63,8 @@ class Chunks:
         copies = st.copy((src[0], src[1], src[2] + self.offsets), (dst[0], dst[1], dst[2] + self.in_ring), self.lengths)
         waits = [st.wait(np.full(self.count, f), self.numbers - self.slots) for f in freed]
         rows = st.interleave(*waits, copies, st.signal(np.full(self.count, ready), self.numbers))
-        return rows[~((rows["op"] == st.Op.WAIT) & (rows["value"] <= 0))]
+        needed: Rows = rows[~((rows["op"] == st.Op.WAIT) & (rows["value"] <= 0))]
+        return needed
 
     def drain(
         self, src: tuple[int, int, int], ring_offset: int, dst: tuple[int, int, int], ready: int, freed: int

@@ -33,7 +33,9 @@ def broadcast_pcpy(world: int, size_bytes: int, root: int, *, pairs: bool = Fals
     width = 2 if pairs else 1
     for e in range(0, len(peers), width):
         dsts = [(j, out, 0) for j in peers[e : e + width]]
-        move = st.broadcast((root, inp, 0), dsts[0], dsts[1], n) if len(dsts) == 2 else st.copy((root, inp, 0), dsts[0], n)
+        move = (
+            st.broadcast((root, inp, 0), dsts[0], dsts[1], n) if len(dsts) == 2 else st.copy((root, inp, 0), dsts[0], n)
+        )
         done = a.signal(f"done {e // width}", dsts[0][0])
         a.queue(root, e // width, move, st.signal(done), name=f"to {', '.join(str(d[0]) for d in dsts)}")
         for j, _, _ in dsts:
@@ -132,7 +134,7 @@ def scatter_pcpy(world: int, size_bytes: int, root: int) -> Plan:
 
 
 def scatter_pull(world: int, size_bytes: int, root: int, *, chunks: Chunks | None = None) -> Plan:
-    """The root stages its tensors, `input 0` .. `input N-1`, each through a ring of its own; every rank reads its own."""
+    """The root stages its tensors, `input 0` .. `input N-1`, each through its own ring; every rank reads its own."""
     a = Assembly("scatter pull", world)
     _root(a, root)
     n, ch = size_bytes, chunks or Chunks(size_bytes=size_bytes)

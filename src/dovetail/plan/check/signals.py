@@ -17,7 +17,7 @@ import numpy as np
 
 from dovetail.plan.check.chains import Chains, Ints
 from dovetail.plan.check.text import Text
-from dovetail.plan.plan import Plan, SignalKind
+from dovetail.plan.plan import Plan
 from dovetail.plan.step import Op
 
 

@@ -8,6 +8,7 @@ one after the other.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 
@@ -75,6 +76,4 @@ def _aligned(plan: Plan, run: Rows) -> bool:
         for s in plan.sources[first : first + int(row["num_sources"])]:
             at.append((int(s["rank"]), int(s["buffer"]), int(s["offset"])))
     starts = sorted(set(at))
-    return all(
-        a[:2] != b[:2] or b[2] - a[2] >= length for a, b in zip(starts, starts[1:], strict=False)
-    )
+    return all(a[:2] != b[:2] or b[2] - a[2] >= length for a, b in itertools.pairwise(starts))

@@ -31,7 +31,9 @@ def lower(plan: Plan, native: Collection[Op]) -> Plan:
         queues.append(dataclasses.replace(q, steps=st.sequence(*blocks)))
     buffers = plan.buffers
     if Op.SWAP in missing:
-        spare = Buffer(name="swap space", role=Role.SCRATCH, sizes=tuple(scratch.tolist()), spaces=(Space.HEAP,) * plan.world)
+        spare = Buffer(
+            name="swap space", role=Role.SCRATCH, sizes=tuple(scratch.tolist()), spaces=(Space.HEAP,) * plan.world
+        )
         buffers = (*buffers, spare)
     name = "lower " + "+".join(sorted(o.name.lower() for o in missing))
     return plan.replace(queues=tuple(queues), buffers=buffers, passes=(*plan.passes, name))

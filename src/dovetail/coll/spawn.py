@@ -43,7 +43,7 @@ def launch(
         The error of the first rank that failed, with its traceback as a note; `PeerError` if a rank died without one;
         `Timeout` if time is up.
     """
-    import cloudpickle  # type: ignore[import-untyped]
+    import cloudpickle
 
     if ranks < 1:
         raise ValueError(f"ranks must be at least 1, not {ranks}")
@@ -54,7 +54,12 @@ def launch(
     try:
         for rank in range(ranks):
             ours, theirs = context.Pipe(duplex=False)
-            more = {**(env or {}), "DOVETAIL_RENDEZVOUS": token, "DOVETAIL_RANK": str(rank), "DOVETAIL_WORLD_SIZE": str(ranks)}
+            more = {
+                **(env or {}),
+                "DOVETAIL_RENDEZVOUS": token,
+                "DOVETAIL_RANK": str(rank),
+                "DOVETAIL_WORLD_SIZE": str(ranks),
+            }
             process = context.Process(target=_child, args=(job, more, theirs), daemon=True)
             process.start()
             theirs.close()
@@ -104,7 +109,12 @@ def _collect(workers: list[tuple[Any, Any]], deadline: float | None) -> list[Any
                 kind, *content = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
                 workers[rank][0].join(_GRACE_S)
-                failed.append((rank, PeerError(f"rank {rank} ended without a result, {_how(workers[rank][0].exitcode)}", rank=rank)))
+                failed.append(
+                    (
+                        rank,
+                        PeerError(f"rank {rank} ended without a result, {_how(workers[rank][0].exitcode)}", rank=rank),
+                    )
+                )
                 continue
             if kind == "result":
                 results[rank] = content[0]
