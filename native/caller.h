@@ -139,6 +139,7 @@ class Caller {
 
   // The buffers' sizes are those that the caller was made for.
   int run_fixed(const uint64_t* pointers) { return blocking(pointers, bytes_.data(), call_->num_user, nullptr, 0); }
+  int run_empty() { return blocking(nullptr, nullptr, 0, nullptr, 0); }
   int run(const std::vector<uint64_t>& pointers, const std::vector<int64_t>& bytes, const std::vector<int64_t>& params) {
     check(pointers, bytes, params);
     return blocking(pointers.data(), bytes.data(), static_cast<int>(pointers.size()), params.data(), static_cast<int>(params.size()));

@@ -112,6 +112,7 @@ NB_MODULE(_native, m) {
            "world"_a, "group"_a, "word"_a, "size_bytes"_a, "num_user"_a, "input"_a, "output"_a, "bytes"_a, "scratch_heap"_a,
            "scratch_ordinary"_a, "has_direct"_a, "planner"_a)
       .def("set_program", &Caller::set_program)
+      .def("run_empty", &Caller::run_empty)
       .def("run", &Caller::run, "pointers"_a, "bytes"_a, "params"_a)
       .def("start", &Caller::start, "pointers"_a, "bytes"_a, "params"_a, "gated"_a, "on_finish"_a.none())
       .def("failure", &Caller::failure)

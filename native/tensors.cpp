@@ -114,7 +114,10 @@ int Table::call_one(nb::handle tensor) {
   TensorInfo t;
   if (!read_tensor(tensor, t)) return -1;
   for (const Entry& e : entries_)
-    if (e.first == t.items && e.type == t.type) return run(e, &t.pointer);
+    if (e.first == t.items && e.type == t.type) {
+      const uint64_t pointers[2] = {t.pointer, t.pointer};  // a root's input and the others' output are one tensor
+      return run(e, pointers);
+    }
   return -1;
 }
 

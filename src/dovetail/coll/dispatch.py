@@ -32,7 +32,7 @@ class Request:
     group: Group
     collective: Collective
     key: tuple[Any, ...]  #: under which the bound call is remembered
-    fast: int = 0  #: the collective under which the fast path may find it too
+    fast: Any = 0  #: under which the fast path may find it too: the collective, with a root if it has one
     requested: str  #: "auto" or a variant
     size_bytes: int  #: what this rank contributes: what a choice depends on
     plan_bytes: int  #: what the plan is made for
@@ -99,6 +99,9 @@ _ALIAS = {
 
 def _remember(r: Request, bound: Bound) -> None:
     """Lets the fast path find this call by its tensors."""
+    if not r.tensors:
+        r.group.fast.setdefault(r.fast, {})[r.requested] = bound.caller.run_empty
+        return
     key = (r.fast, r.requested)
     if key not in r.group.tables:
         alias = _ALIAS.get(r.collective, Alias.NONE)

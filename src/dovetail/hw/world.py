@@ -28,7 +28,7 @@ log = logging.getLogger("dovetail")
 
 #: Spins before a waiting rank yields its core: long when every rank has one, short when they must share.
 _SPINS_ALONE = 4000
-_SPINS_SHARED = 20
+_SPINS_SHARED = 5
 
 
 class World:
@@ -168,7 +168,7 @@ class Group:
         self.timeout_s = world.timeout_s
         self.calls: dict[Any, Any] = {}  #: bound calls by shape; filled and read by `dovetail.coll`
         self.tables: dict[Any, Any] = {}  #: native tables from tensors to bound calls, likewise
-        self.fast: dict[int, dict[str, Any]] = {}  #: collective -> variant -> the method of such a table
+        self.fast: dict[Any, dict[str, Any]] = {}  #: collective -> variant -> the method of such a table
         self.baseline: Any = None  #: the torch process group that stands behind variant "torch"
         self.keep: list[Any] = []  #: what must live as long as the group
         self.native: Any = None
