@@ -21,12 +21,19 @@ inline constexpr uint64_t kShortCall = 128 << 10;      // bytes; longer calls le
 inline constexpr int64_t kSignalLook = 50000000;        // ns between looks for Ctrl-C
 inline constexpr int kMostBuffers = 64;
 
+// Whoever drops the last reference may hold the interpreter, and a runner in a callback may be waiting for it.
+inline void without_interpreter(Engine* engine) {
+  PyThreadState* state = Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+  delete engine;
+  if (state) PyEval_RestoreThread(state);
+}
+
 // A rank of the world: its own memory, its peers, and the engine that serves all of its groups.
 class World {
  public:
   World(int rank, const std::vector<int>& fds, const std::vector<int>& pidfds, const std::vector<uint64_t>& bytes,
         int engines, int spins)
-      : rank_(rank), engine_(std::make_shared<Engine>(engines, spins)) {
+      : rank_(rank), engine_(new Engine(engines, spins), without_interpreter) {
     arena_ = std::make_shared<Arena>(fds.at(rank), bytes.at(rank));
     for (size_t r = 0; r < fds.size(); ++r) {
       auto peer = std::make_shared<Peer>();
@@ -61,6 +68,11 @@ class World {
     auto g = std::make_shared<Group>(arena_, members, rank, key, static_cast<int64_t>(timeout_s * 1e9), max_params);
     groups_.push_back(g);
     return g;
+  }
+
+  void stop() {
+    nb::gil_scoped_release free;
+    engine_->stop();
   }
 
   const std::shared_ptr<Engine>& engine() const { return engine_; }

@@ -43,13 +43,20 @@ bool Pacer::due(int64_t& now, bool& look) {
   return true;
 }
 
-Engine::~Engine() {
+void Engine::stop() {
+  std::vector<std::thread> ending;
   {
     std::lock_guard lock(mutex_);
     stopping_ = true;
+    ending.swap(runners_);
   }
   wake_.notify_all();
-  for (std::thread& t : runners_) t.join();
+  for (std::thread& t : ending) {
+    if (t.get_id() == std::this_thread::get_id())
+      t.detach();  // a callback in the runner dropped the last reference: it sees `stopping_` next
+    else
+      t.join();
+  }
 }
 
 bool Engine::drive_alone(Run& run, int64_t budget_ns) {

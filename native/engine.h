@@ -30,7 +30,7 @@ class Pacer {
 class Engine {
  public:
   Engine(int num_runners, int num_spins) : num_runners_(num_runners), spins(num_spins) {}
-  ~Engine();
+  ~Engine() { stop(); }
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
@@ -39,6 +39,7 @@ class Engine {
   bool drive_alone(Run& run, int64_t budget_ns);  // one that was not submitted: only this thread knows of it
   void submit(std::shared_ptr<Run> run);  // to be advanced by the runner or by whoever waits
   bool idle() const { return num_active_.load(std::memory_order_acquire) == 0; }
+  void stop();    // ends the runners; not with the interpreter held, since they may be waiting for it
   void forked();  // in a child process: threads are gone
 
  private:

@@ -95,6 +95,7 @@ NB_MODULE(_native, m) {
       .def("group", &World::group, "ranks"_a, "rank"_a, "key"_a, "timeout_s"_a, "max_params"_a)
       .def("contains", &World::contains)
       .def("peer_dead", &World::peer_dead)
+      .def("stop", &World::stop)
       .def("forked", [](World& w) { w.engine()->forked(); })
       .def_prop_ro("used_bytes", &World::used_bytes);
   nb::class_<Ticket>(m, "Ticket")

@@ -5,6 +5,7 @@ Run as a script: one process imports torch, then forks the ranks of each trial, 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -33,38 +34,44 @@ def _rank(rank: int, token: str, seed: int, timeout_s: float, report: int, ready
     dovetail.init(timeout=timeout_s)
     rng = random.Random(seed)
     said: dict[str, Any] = {"rank": rank}
+    for _ in range(12):
+        _call(rng)  # plans are made: from here on a moment is most likely one of a collective
     dovetail.barrier()
     os.write(ready, b"x")
     try:
         while True:
-            items, kind = rng.choice((256, 16_384, 1 << 20)), rng.choice(("heap", "ordinary"))
-            make = dovetail.empty if kind == "heap" else torch.empty
-            t, whole = make(items), make(items * RANKS)
-            match rng.choice(("ar", "ag", "aa", "async")):
-                case "ar":
-                    dovetail.all_reduce(t)
-                case "ag":
-                    dovetail.all_gather_into_tensor(whole, t)
-                case "aa":
-                    dovetail.all_to_all_single(whole, make(items * RANKS))
-                case _:
-                    works = [dovetail.all_reduce(make(items), async_op=True) for _ in range(3)]
-                    for w in works:
-                        w.wait()
+            _call(rng)
     except (PeerError, Timeout) as error:
         said.update(error=type(error).__name__, about=getattr(error, "rank", -1), text=str(error), at=time.monotonic())
-        try:
-            dovetail.all_reduce(torch.zeros(4))
-            said["again"] = "no error"
-        except (PeerError, Timeout) as again:
-            said["again"] = type(again).__name__
-        del t, whole
-        dovetail.finalize()
-        said["fds"] = len(os.listdir("/proc/self/fd")) - fds_before
     except BaseException:
         said["error"] = traceback.format_exc()
+    try:
+        dovetail.all_reduce(torch.zeros(4))
+        said["again"] = "no error"
+    except (PeerError, Timeout) as again:
+        said["again"] = type(again).__name__
+    dovetail.finalize()
+    gc.collect()
+    said["fds"] = len(os.listdir("/proc/self/fd")) - fds_before
     os.write(report, (json.dumps(said) + "\n").encode())
     os._exit(0)
+
+
+def _call(rng: random.Random) -> None:
+    items, kind = rng.choice((256, 16_384, 1 << 18)), rng.choice(("heap", "ordinary"))
+    make = dovetail.empty if kind == "heap" else torch.empty
+    t, whole = make(items), make(items * RANKS)
+    match rng.choice(("ar", "ag", "aa", "async")):
+        case "ar":
+            dovetail.all_reduce(t)
+        case "ag":
+            dovetail.all_gather_into_tensor(whole, t)
+        case "aa":
+            dovetail.all_to_all_single(whole, make(items * RANKS))
+        case _:
+            works = [dovetail.all_reduce(make(items), async_op=True) for _ in range(3)]
+            for w in works:
+                w.wait()
 
 
 def trial(seed: int, how: int, timeout_s: float) -> dict[str, Any]:
@@ -78,11 +85,14 @@ def trial(seed: int, how: int, timeout_s: float) -> dict[str, Any]:
         pid = os.fork()
         if pid == 0:
             os.close(read_end)
-            _rank(rank, token, seed, timeout_s, write_end, ready_write)
+            try:
+                _rank(rank, token, seed, timeout_s, write_end, ready_write)
+            finally:
+                os._exit(1)
         children.append(pid)
     os.close(write_end)
     os.read(ready_read, 1)
-    time.sleep(rng.uniform(0, 0.02))  # the random moment
+    time.sleep(rng.uniform(0, 0.05))  # the random moment
     hit_at = time.monotonic()
     os.kill(children[victim], how)
     said = []

@@ -1,5 +1,6 @@
 """One cell on one rank: what is checked, what is timed, and the rows that come of it."""
 
+import time
 from functools import partial
 from typing import Any
 
@@ -101,6 +102,19 @@ def test_contender_that_cannot_is_left_out_with_a_line() -> None:
 def test_fixed_iterations_are_kept() -> None:
     rows, _ = measure((Copying(), "a"), (Copying(), "b"), iterations=17)
     assert [row["iterations"] for row in rows] == [17, 17]
+
+
+def test_one_far_slower_is_given_up_after_a_few_calls() -> None:
+    class Slow(Copying):
+        def call(self, inp: torch.Tensor, out: torch.Tensor) -> None:
+            super().call(inp, out)
+            time.sleep(0.001)
+
+    slow = Slow()
+    rows, _ = measure((Copying(), "fast"), (slow, "slow"), collective="broadcast", iterations=50, give_up=4.0)
+    assert [row["iterations"] for row in rows] == [50, 3]
+    assert slow.num_calls == 2 + 3 + 1  # checks, first calls, last check
+    assert rows[1]["time_us"] > 0
 
 
 def test_iterations_follow_time_within_bounds() -> None:

@@ -6,9 +6,10 @@ worker's; `Agree` is all that is asked of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from dovetail.bench.baselines.copies import Copies
 from dovetail.bench.cases import Case
@@ -31,6 +32,14 @@ class Agree(Protocol):
     def __call__(self, value: Any, /) -> list[Any]: ...
 
 
+class Timing(NamedTuple):
+    """How long a call takes, and how many were timed; None for a contender that gave a wrong result."""
+
+    time_us: float | None
+    """The slowest rank's median."""
+    iterations: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     """What the contenders are measured with."""
@@ -44,63 +53,74 @@ class Cell:
     def measure(self, wanted: list[tuple[Backend, str]]) -> tuple[list[dict[str, Any]], list[str]]:
         """Rows, one per contender that can run the case, and lines about those that cannot."""
         contenders, notes = self._bind(wanted)
-        right = [self._check(contender, range(_CHECKS)) for contender in contenders]
+        right = self._check(contenders, range(_CHECKS))
         timed = [contender for contender, is_right in zip(contenders, right, strict=True) if is_right]
         limit = Copies().bind(self.case, "") if self.case.collective == "all_gather" else None
-        # Timed on the data of the last check, not on zeros: some CPUs write zeros over zeros faster than other data.
+        # Timed on the data of the last check, not on zeros, which some CPUs are said to write faster.
         # Sums in place soon reach infinity, which takes no longer to add than a number.
-        times_us, iterations = self._time([*timed, *([limit] if limit else [])])
-        still = {id(contender): self._check(contender, range(_CHECKS, _CHECKS + 1)) for contender in timed}
-        times = {id(contender): index for index, contender in enumerate(timed)}
+        timings = self._time([*timed, *([limit] if limit else [])])
+        still = self._check(timed, range(_CHECKS, _CHECKS + 1))
+        valid = {id(timed[index]): timings[index] for index, is_right in enumerate(still) if is_right}
         rows = []
         for contender in contenders:
-            correct = still.get(id(contender), False)
-            index = times[id(contender)] if correct else None
-            time_us = None if index is None else times_us[index]
-            row = self._row(contender, time_us, correct)
-            row["iterations"] = 0 if index is None else iterations[index]
+            timing = valid.get(id(contender), Timing(None, 0))
+            row = self._row(contender, timing)
+            if contender.reason:
+                row["reason"] = contender.reason
             if limit is not None:
-                row["limit_us"] = times_us[-1]
-                row["limit_share"] = None if time_us is None else times_us[-1] / time_us
+                row["limit_us"] = limit_us = timings[-1].time_us
+                row["limit_share"] = limit_us / timing.time_us if limit_us and timing.time_us else None
             rows.append(row)
         return rows, notes
 
     def _bind(self, wanted: list[tuple[Backend, str]]) -> tuple[list[Contender], list[str]]:
-        """All ranks leave out the same contenders: one is bound where it can be bound on all."""
-        contenders, notes = [], []
+        """All ranks leave out the same contenders: one takes part where all ranks could bind it."""
+        bound: list[Contender | None] = []
+        problems: list[str | None] = []
         for backend, requested in wanted:
-            bound: Contender | None = None
-            problem = None
             try:
-                bound = backend.bind(self.case, requested)
+                bound.append(backend.bind(self.case, requested))
+                problems.append(None)
             except NotSupported as error:
-                problem = str(error)
-            problems = [text for text in self.agree(problem) if text is not None]
-            if bound is not None and not problems:
-                contenders.append(bound)
+                bound.append(None)
+                problems.append(str(error))
+        contenders, notes = [], []
+        for (backend, requested), contender, *of_ranks in zip(wanted, bound, *self.agree(problems), strict=True):
+            problem = next((text for text in of_ranks if text is not None), None)
+            if contender is not None and problem is None:
+                contenders.append(contender)
             else:
                 name = backend.name if requested == backend.name else f"{backend.name} {requested}"
-                notes.append(f"{self.case.collective}: {name} left out: {problems[0]}")
+                notes.append(f"{self.case.collective}: {name} left out: {problem}")
         return contenders, notes
 
-    def _check(self, contender: Contender, iterations: range) -> bool:
-        """Whether all ranks have the right result on fresh data; an error of one contender names it."""
-        right = True
+    def _check(self, contenders: list[Contender], iterations: range) -> list[bool]:
+        """Which contenders give all ranks the right result, on fresh data in each iteration."""
+        right = [True] * len(contenders)
         for iteration in iterations:
-            try:
-                right &= check(contender, self.case, self.rank, iteration, self.start)
-            except DovetailError as error:
-                error.add_note(f"in {self.case.collective} of {self.case.size_bytes} bytes, {contender.requested}")
-                raise
-        return all(self.agree(right))
+            given, wanted = self.case.input(self.rank, iteration), self.case.expected(self.rank, iteration)
+            for index, contender in enumerate(contenders):
+                try:
+                    right[index] &= check(contender, given, wanted, self.start)
+                except DovetailError as error:
+                    error.add_note(f"in {self.case.collective} of {self.case.size_bytes} bytes, {contender.requested}")
+                    raise
+        return [all(of_ranks) for of_ranks in zip(*self.agree(right), strict=True)]
 
-    def _time(self, contenders: list[Contender]) -> tuple[list[float], list[int]]:
-        """The slowest rank's median of each contender in microseconds, and how often each was called."""
+    def _time(self, contenders: list[Contender]) -> list[Timing]:
+        """Time all contenders side by side."""
         if not contenders:
-            return [], []
+            return []
         calls = [contender.call for contender in contenders]
-        iterations = self._iterations(self._medians(interleave(calls, self.start, [_WARM_UP] * len(calls))))
-        return self._medians(interleave(calls, self.start, iterations)), iterations
+        about_us = self._medians(interleave(calls, self.start, [_WARM_UP] * len(calls)))
+        slowest_us = min(about_us) * (self.spec.give_up or math.inf)
+        going_on = [index for index, time_us in enumerate(about_us) if time_us <= slowest_us]
+        iterations = self._iterations([about_us[index] for index in going_on])
+        medians = self._medians(interleave([calls[index] for index in going_on], self.start, iterations))
+        timings = [Timing(time_us, _WARM_UP) for time_us in about_us]
+        for index, time_us, number in zip(going_on, medians, iterations, strict=True):
+            timings[index] = Timing(time_us, number)
+        return timings
 
     def _medians(self, times_ns: list[list[int]]) -> list[float]:
         by_rank = self.agree([median(times) / 1e3 for times in times_ns])
@@ -115,8 +135,8 @@ class Cell:
         return [bound if time_us <= 10 * min(about_us) else min(bound, max(number, _FEWEST))
                 for number, time_us in zip(fitting, about_us, strict=True)]  # fmt: skip
 
-    def _row(self, contender: Contender, time_us: float | None, correct: bool) -> dict[str, Any]:
-        case = self.case
+    def _row(self, contender: Contender, timing: Timing) -> dict[str, Any]:
+        case, time_us = self.case, timing.time_us
         return {
             "collective": case.collective,
             "backend": contender.backend,
@@ -128,7 +148,8 @@ class Cell:
             "time_us": None if time_us is None else round(time_us, 3),
             "algbw_gbps": None if time_us is None else case.algbw_gbps(time_us),
             "busbw_gbps": None if time_us is None else case.busbw_gbps(time_us),
-            "correct": correct,
+            "correct": time_us is not None,
             "dtype": case.dtype,
             "in_place": contender.out is contender.inp,
+            "iterations": timing.iterations,
         }

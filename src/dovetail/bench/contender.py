@@ -31,6 +31,8 @@ class Contender:
     out: torch.Tensor
     """Where the result appears; `inp` itself where the case is in place."""
     call: Callable[[], object]
+    reason: str = ""
+    """Why this variant runs, where there was a choice."""
 
 
 class Backend(Protocol):
@@ -46,9 +48,8 @@ class Backend(Protocol):
         ...
 
 
-def check(contender: Contender, case: Case, rank: int, iteration: int, start: Callable[[], object]) -> bool:
-    """Run once on fresh data and say whether this rank's result is right to the last bit and its input untouched."""
-    given, wanted = case.input(rank, iteration), case.expected(rank, iteration)
+def check(contender: Contender, given: torch.Tensor, wanted: torch.Tensor, start: Callable[[], object]) -> bool:
+    """Run once on `given` and say whether the result is `wanted` to the last bit, and the input untouched."""
     in_place = contender.out is contender.inp
     if not in_place:
         contender.out.view(torch.uint8).fill_(_POISON)

@@ -35,7 +35,11 @@ class Ours:
         before = _counts(case.collective)
         call()
         variant = next(iter(_counts(case.collective) - before), requested)
-        return Contender(backend=self.name, requested=requested, variant=variant, inp=inp, out=out, call=call)
+        # Which profile guided it belongs to the figure.
+        reason = dovetail.explain(case.collective, case.size_bytes).reason if requested == AUTO else ""
+        return Contender(
+            backend=self.name, requested=requested, variant=variant, inp=inp, out=out, call=call, reason=reason
+        )
 
     def _empty(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         if self._symmetric:

@@ -64,7 +64,7 @@ def run(spec: Spec, progress: Progress | None = None) -> Outcome:
     mpi = _open_mpi(notes) if "openmpi" in spec.baselines else None
     if mpi is None:
         spec = replace(spec, baselines=tuple(name for name in spec.baselines if name != "openmpi"))
-    spec = replace(spec, share_cores=spec.ranks > cores.usable())
+    spec = replace(spec, share_cores=spec.ranks > cores.usable(), began_s=time.monotonic())
     others = Others()
     with tempfile.TemporaryDirectory(prefix="dovetail-bench-") as name:
         folder = Folder(Path(name))

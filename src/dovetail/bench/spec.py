@@ -39,9 +39,13 @@ class Spec:
     seconds: float = 0.25
     """Time for each contender at each size; the least number of iterations may take longer."""
     limit_s: float | None = None
-    """Time after which no further size is begun."""
+    """Time from the start of the run after which no further case is begun."""
+    give_up: float | None = None
+    """A contender that is this many times slower than the fastest in the first few calls is not called again."""
     share_cores: bool = False
     """Whether ranks outnumber cores; the runner knows."""
+    began_s: float = 0.0
+    """When the run began, on the clock that processes share (`time.monotonic`); the runner knows."""
 
     def __post_init__(self) -> None:
         _all_in("collective", self.collectives, COLLECTIVES)

@@ -2,9 +2,9 @@
 
 It belongs to none of them: a few words of shared memory, so nobody's channels are warmed for him. It has two parts.
 First the ranks gather: one that waits long for another sleeps, so that threads of a baseline which still send what the
-other waits for get the core (behind a rank that only spun, gloo took 3 ms a call). Then, all being awake, they start
-at the same moment: each writes when it came, all take the latest time plus a margin, and wait for that moment on the
-clock that the processes of a machine share. Ranks that share cores cannot start together; they only gather.
+other waits for get the core. Then, all being awake, they start at the same moment: each writes when it came, all take
+the latest time plus a margin, and wait for that moment on the clock that the processes of a machine share. Ranks that
+share cores cannot start together; they only gather.
 """
 
 from __future__ import annotations

@@ -1,17 +1,31 @@
-"""Turns measured rows into the section "coll" of a profile.
+"""Measures the variants and turns what was found into the section "coll" of a profile.
 
-Pure functions of rows: at each size the fastest correct contender wins, neighbours that agree are one range, and the
-border between two ranges lies at the geometric middle of the sizes on its sides. What the user would run without us
-(variant ``torch``) is a contender like the others.
+At each size the fastest correct contender wins, neighbours that agree are one range, and the border between two ranges
+lies at the geometric middle of the sizes on its sides. What the user would run without us (variant ``torch``) is a
+contender like the others. All but `measure` and `save` are pure functions of rows.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from dovetail import env, profile
+from dovetail.bench import runner
+from dovetail.bench.spec import COLLECTIVES, SWAP, TORCH, Spec
+from dovetail.errors import DovetailError
+from dovetail.measure import machine
+
+_MOST_S = 0.25
+"""More time for one variant at one size would tell no more."""
+_VARIANTS_ABOUT = 4
+_GIVE_UP = 4.0
+"""Three calls are enough to know that a variant this many times slower will not win."""
 Row = dict[str, Any]
 
 
@@ -28,6 +42,51 @@ class Winner:
     """The second fastest, if there was one."""
     lead: float | None
     """How many times longer that one takes."""
+
+
+def measure(
+    ranks: Sequence[int],
+    sizes: Sequence[int],
+    budget_s: float,
+    progress: AbstractContextManager[runner.Progress | None],
+) -> runner.Outcome:
+    """Every variant of every collective for every number of ranks, within about `budget_s`."""
+    from dovetail import coll
+
+    # The bench runs `swap` in place, and `auto` takes it for just those calls: it is no candidate for the others.
+    names = dict.fromkeys([*(variant for name in COLLECTIVES for variant in coll.variants(name)), TORCH])
+    variants = tuple(name for name in names if name != SWAP)
+    deadline = time.monotonic() + budget_s
+    rows: list[Row] = []
+    notes: list[str] = []
+    with progress as tell:
+        for index, number in enumerate(ranks):
+            share_s = max((deadline - time.monotonic()) / (len(ranks) - index), 0.0)
+            # About half of the time goes into checks, starts and slow first calls.
+            seconds = share_s / 2 / (len(COLLECTIVES) * len(sizes) * _VARIANTS_ABOUT)
+            spec = Spec(
+                collectives=COLLECTIVES,
+                ranks=number,
+                sizes=tuple(sizes),
+                variants=variants,
+                seconds=min(max(seconds, 1e-3), _MOST_S),
+                limit_s=share_s,
+                give_up=_GIVE_UP,
+            )
+            outcome = runner.run(spec, tell)
+            rows += outcome.rows
+            notes += [f"{number} ranks: {note}" for note in outcome.notes]
+    return runner.Outcome(rows=rows, notes=notes)
+
+
+def save(found: Sequence[Winner]) -> Path:
+    """Write the profile of this machine; what it has for other numbers of ranks stays in it."""
+    if not found:
+        raise DovetailError("nothing was measured within the budget; give more time")
+    ranks = {winner.ranks for winner in found}
+    new = profile.Profile(key=machine.profile_key(ranks), sections={"coll": section(found)})
+    old, _ = profile.load(env.profile_path(), machine.profile_key())
+    return profile.save(old.merged(new) if old else new)
 
 
 def winners(rows: Iterable[Row]) -> list[Winner]:

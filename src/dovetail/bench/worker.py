@@ -56,19 +56,20 @@ class Worker:
         spec = self._spec
         rows: list[dict[str, Any]] = []
         notes: dict[str, None] = {}
-        began = time.monotonic()
-        cells = [(collective, size) for collective in spec.collectives for size in spec.sizes]
+        # Size by size: where time runs out, every collective lacks its largest sizes rather than one all of them.
+        cells = [(collective, size) for size in spec.sizes for collective in spec.collectives]
         for done, (collective, size_bytes) in enumerate(cells):
             if self._rank == 0:
                 self._folder.report(done, len(cells), f"{collective} {format_bytes(size_bytes)}")
-            if spec.limit_s is not None and self._agree(time.monotonic() - began)[0] > spec.limit_s:
-                notes[f"out of time: {len(cells) - done} of {len(cells)} sizes were not measured"] = None
+            if spec.limit_s is not None and self._agree(time.monotonic() - spec.began_s)[0] > spec.limit_s:
+                notes[f"out of time: {len(cells) - done} of {len(cells)} cases were not measured"] = None
                 break
             case = Case.of(collective, spec.ranks, size_bytes, spec.dtype)
             cell = Cell(case=case, spec=spec, rank=self._rank, start=self._start, agree=self._agree)
             new_rows, new_notes = cell.measure(self._wanted(collective))
             rows += new_rows
             notes.update(dict.fromkeys(new_notes))
+        rows.sort(key=lambda row: spec.collectives.index(row["collective"]))
         return {"rows": rows, "notes": list(notes), "library": self._mpi.library if self._mpi else None}
 
     def close(self) -> None:

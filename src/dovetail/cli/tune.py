@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dovetail.bench.spec import COLLECTIVES, SWAP, TORCH, Spec
 from dovetail.cli.bench import progress_bar, words
 from dovetail.measure.sizes import format_bytes, geometric
 
@@ -50,38 +48,22 @@ def tune(
         if name not in _SECTIONS:
             raise ValueError(f"--only: {name!r} is not known; there are {', '.join(_SECTIONS)}")
     numbers = _numbers(ranks)
-    sizes = tuple(geometric(begin, end, factor))
+    sizes = geometric(begin, end, factor)
     budget_s = parse_seconds(budget)
-    from dovetail import coll, profile
-    from dovetail.bench import runner
     from dovetail.bench import tune as tuning
-    from dovetail.measure import machine, record
 
-    # The bench runs `swap` in place, and `auto` takes it for just those calls: it is no candidate for the others.
-    names = dict.fromkeys([*(variant for name in COLLECTIVES for variant in coll.variants(name)), TORCH])
-    variants = tuple(name for name in names if name != SWAP)
-    deadline = time.monotonic() + budget_s
-    rows = []
-    for index, number in enumerate(numbers):
-        share_s = (deadline - time.monotonic()) / (len(numbers) - index)
-        # About half of the time goes into checks, starts and slow first calls.
-        seconds = max(share_s / 2 / (len(COLLECTIVES) * len(sizes) * 4), 1e-3)
-        spec = Spec(collectives=COLLECTIVES, ranks=number, sizes=sizes, variants=variants, seconds=seconds,
-                    limit_s=max(share_s, 0.0))  # fmt: skip
-        with progress_bar() as progress:
-            outcome = runner.run(spec, progress)
-        rows += outcome.rows
-        for note in outcome.notes:
-            print(f"note: {number} ranks: {note}", file=sys.stderr)
-    found = tuning.winners(rows)
-    new = profile.Profile(key=machine.profile_key(numbers), sections={"coll": tuning.section(found)})
-    old, _ = profile.load(_path(), machine.profile_key())
-    saved = profile.save(old.merged(new) if old else new)
+    outcome = tuning.measure(numbers, sizes, budget_s, progress_bar())
+    found = tuning.winners(outcome.rows)
+    saved = tuning.save(found)
     _show(found)
     print(f"profile: {saved}")
+    for note in outcome.notes:
+        print(f"note: {note}", file=sys.stderr)
     if json is not None:
-        record.write(record.new("tune", ["dovetail", *sys.argv[1:]], rows), json)
-    if not all(row["correct"] for row in rows):
+        from dovetail.measure import record
+
+        record.write(record.new("tune", ["dovetail", *sys.argv[1:]], outcome.rows), json)
+    if not outcome.correct:
         print("a result was WRONG; that variant is not in the profile", file=sys.stderr)
         raise typer.Exit(1)
 
@@ -99,12 +81,6 @@ def _numbers(text: str) -> list[int]:
     if not numbers or min(numbers) < 1:
         raise ValueError(f"--ranks: {text!r} must be numbers of at least 1, such as 2,4")
     return sorted(set(numbers))
-
-
-def _path() -> Path:
-    from dovetail import env
-
-    return env.profile_path()
 
 
 def _show(found: list[Winner]) -> None:

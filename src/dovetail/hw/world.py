@@ -135,6 +135,7 @@ class World:
         for g in groups:
             g.close()
         if self._native is not None:
+            self._native.stop()
             self._native = None  # memory goes with the last tensor over it
             for fd in self._pidfds:
                 if fd >= 0:
@@ -197,7 +198,7 @@ class Group:
     @property
     def broken(self) -> DovetailError | None:
         """The error that broke this group, if one did: every later call raises it again."""
-        return self._error
+        return None if self._error is None else self._error.with_traceback(None)  # frames would keep memory mapped
 
     def set_broken(self, error: DovetailError) -> None:
         """Remembers the first error that broke the group."""

@@ -214,7 +214,7 @@ class Plan:
         return Counts(
             commands=sum(ops[op] for op in st.MOVES),
             syncs=ops[Op.SIGNAL],
-            engines=len({q.engine for q in queues if np.isin(q.steps["op"], st.MOVES).any()}),
+            engines=len({q.engine for q in queues if st.among(q.steps["op"], st.MOVES).any()}),
         )
 
     def __str__(self) -> str:
@@ -241,10 +241,10 @@ def _validate(plan: Plan) -> None:
     for q in plan.queues:
         if not 0 <= q.rank < plan.world:
             raise PlanError(f"plan {plan.name}: a queue of rank {q.rank} in a world of {plan.world}")
-    for where, rows in [(f"queue {n}", q.steps) for n, q in enumerate(plan.queues)] + [("goal", plan.goal)]:
-        if rows.dtype != st.STEP:
-            raise PlanError(f"plan {plan.name}: {where} is not a table of steps")
-        _in_range(plan, where, rows)
+    tables = [*(q.steps for q in plan.queues), plan.goal]
+    if any(rows.dtype != st.STEP for rows in tables):
+        raise PlanError(f"plan {plan.name}: a queue, or the goal, is not a table of steps")
+    _in_range(plan, tables)
 
 
 _OPERANDS = {
@@ -254,27 +254,32 @@ _OPERANDS = {
 }
 
 
-def _in_range(plan: Plan, where: str, rows: Rows) -> None:
+def _in_range(plan: Plan, tables: list[Rows]) -> None:
+    """All tables at once; a fault is then traced back to its queue."""
+    rows = st.sequence(*tables)
+
     def require(ok: np.ndarray, what: str) -> None:
-        if not ok.all():
-            raise PlanError(f"plan {plan.name}: {where} step {int(np.argmin(ok))}: {what}")
+        if ok.all():
+            return
+        at, place = int(np.argmin(ok)), 0
+        while at >= len(tables[place]):
+            at, place = at - len(tables[place]), place + 1
+        where = f"queue {place}" if place < len(plan.queues) else "goal"
+        raise PlanError(f"plan {plan.name}: {where} step {at}: {what}")
 
     op = rows["op"]
     require(op <= max(Op), "unknown op")
     for side, ops in _OPERANDS.items():
-        used = np.isin(op, ops)
+        unused = ~st.among(op, ops)
         for part, limit in (("rank", plan.world), ("buffer", len(plan.buffers))):
             column = rows[f"{side}_{part}"]
-            require(~used | ((column >= 0) & (column < limit)), f"{side} {part} out of range")
+            require(unused | ((column >= 0) & (column < limit)), f"{side} {part} out of range")
         require(rows[f"{side}_param"] < len(plan.params), f"{side} parameter out of range")
-    words = np.isin(op, (Op.SIGNAL, Op.WAIT, Op.RESET))
-    require(~words | ((rows["signal"] >= 0) & (rows["signal"] < len(plan.signals))), "signal out of range")
-    moves = np.isin(op, st.MOVES)
-    require(~moves | ((rows["length"] >= 0) & (rows["rows"] >= 0) & (rows["skip"] >= 0)), "negative extent")
+    silent = ~st.among(op, (Op.SIGNAL, Op.WAIT, Op.RESET))
+    require(silent | ((rows["signal"] >= 0) & (rows["signal"] < len(plan.signals))), "signal out of range")
+    still = ~st.among(op, st.MOVES)
+    require(still | ((rows["length"] >= 0) & (rows["rows"] >= 0) & (rows["skip"] >= 0)), "negative extent")
     require(rows["length_param"] < len(plan.params), "length parameter out of range")
     last = rows["first_source"] + rows["num_sources"]
-    reduces = op == Op.REDUCE
-    require(
-        ~reduces | ((rows["num_sources"] > 0) & (rows["first_source"] >= 0) & (last <= len(plan.sources))),
-        "sources out of range",
-    )
+    sourced = (rows["num_sources"] > 0) & (rows["first_source"] >= 0) & (last <= len(plan.sources))
+    require((op != Op.REDUCE) | sourced, "sources out of range")

@@ -10,7 +10,7 @@ Addresses: (rank, buffer, offset) with `buffer` an index into `Plan.buffers`; al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -42,6 +42,14 @@ class Op(IntEnum):
 
 #: Ops that move bytes, in the order of their numbers.
 MOVES = (Op.COPY, Op.COPY2D, Op.BROADCAST, Op.SWAP, Op.REDUCE)
+
+
+def among(op: NDArray[np.uint8], ops: Collection[Op]) -> NDArray[np.bool_]:
+    """For each opcode: is it one of `ops`? An unknown opcode is none of them."""
+    table = np.zeros(256, bool)
+    table[list(ops)] = True
+    found: NDArray[np.bool_] = table[op]
+    return found
 
 
 class ReduceOp(IntEnum):
@@ -128,15 +136,26 @@ SOURCE = np.dtype(
 Operand = tuple[Any, ...]
 
 
+# Structured rows are copied as plain bytes: NumPy's field-wise promotion would cost more than the plan.
+_RAW = np.dtype(f"V{STEP.itemsize}")
+
+
+def _absent() -> Rows:
+    row = np.zeros(1, STEP)
+    for name in ("signal", "src_rank", "dst_rank", "dst2_rank", "src_buffer", "dst_buffer", "dst2_buffer"):
+        row[name] = NONE
+    for name in ("src_param", "dst_param", "dst2_param", "length_param"):
+        row[name] = NONE
+    row["rows"] = 1
+    return row
+
+
+_BLANK = _absent()
+
+
 def blank(num_rows: int) -> Rows:
     """`num_rows` rows with every reference absent."""
-    rows = np.zeros(num_rows, STEP)
-    for name in ("signal", "src_rank", "dst_rank", "dst2_rank", "src_buffer", "dst_buffer", "dst2_buffer"):
-        rows[name] = NONE
-    for name in ("src_param", "dst_param", "dst2_param", "length_param"):
-        rows[name] = NONE
-    rows["rows"] = 1
-    return rows
+    return np.repeat(_BLANK, num_rows)
 
 
 def _length_of(*parts: Any) -> int:
@@ -231,12 +250,17 @@ def sources(rank: Any, buffer: Any, offset: Any, *, alt: Any = None, param: Any 
 
 def sequence(*blocks: Rows) -> Rows:
     """Blocks one after the other."""
-    return np.concatenate(blocks) if blocks else blank(0)
+    if not blocks:
+        return blank(0)
+    return np.concatenate([np.ascontiguousarray(b).view(_RAW) for b in blocks]).view(STEP)
 
 
 def interleave(*blocks: Rows) -> Rows:
     """Row 0 of every block, then row 1 of every block, ...; all blocks have the same number of rows."""
-    return np.stack(blocks, axis=1).reshape(-1)
+    out = np.empty((len(blocks[0]), len(blocks)), _RAW)
+    for column, block in enumerate(blocks):
+        out[:, column] = np.ascontiguousarray(block).view(_RAW)
+    return out.reshape(-1).view(STEP)
 
 
 @dataclass(frozen=True, slots=True)

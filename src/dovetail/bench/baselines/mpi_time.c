@@ -56,8 +56,8 @@ static double measure(const struct work *w, double *times, int iterations) {
     return slowest;
 }
 
-/* Written memory: what was never written is read from the kernel's one page of zeros, and some CPUs write zeros over
- * zeros faster than other data. Sums in place soon reach infinity, which takes no longer to add than a number. */
+/* Written memory: what was never written is read from the kernel's one page of zeros. Not zeros, which some CPUs are
+ * said to write faster. Sums in place soon reach infinity, which takes no longer to add than a number. */
 static void *filled(size_t size_bytes) {
     void *memory = malloc(size_bytes);
     if (!memory) MPI_Abort(MPI_COMM_WORLD, 1);

@@ -42,7 +42,7 @@ def _merged(plan: Plan, queues: list[Queue], rewired: np.ndarray) -> Rows:
     leading, before, says, after, trailing = [], [], [], [], []
     for q in queues:
         op = q.steps["op"]
-        moves = np.isin(op, st.MOVES)
+        moves = st.among(op, st.MOVES)
         raised = np.flatnonzero(op == Op.SIGNAL)
         waits = np.flatnonzero(op == Op.WAIT)
         first = int(np.argmax(moves)) if moves.any() else 0
@@ -58,13 +58,13 @@ def _merged(plan: Plan, queues: list[Queue], rewired: np.ndarray) -> Rows:
         after.append(q.steps[cut:][moves[cut:]])
         says.append(q.steps[raised])
         trailing.append(q.steps[waits[waits >= first]])
-    signal = _rewire(np.concatenate(says), rewired)[:1]
+    signal = _rewire(st.sequence(*says), rewired)[:1]
     return st.sequence(
-        _rewire(np.concatenate(leading), rewired),
+        _rewire(st.sequence(*leading), rewired),
         *before,
         signal,
         *after,
-        _rewire(np.concatenate(trailing), rewired),
+        _rewire(st.sequence(*trailing), rewired),
     )
 
 
@@ -72,8 +72,11 @@ def _rewire(rows: Rows, rewired: np.ndarray) -> Rows:
     """Points sync rows to the completion signals; of equal waits only the first stays."""
     rows = rows.copy()
     rows["signal"] = rewired[rows["signal"]]
-    _, first = np.unique(np.stack([rows["op"], rows["signal"], rows["value"]]), axis=1, return_index=True)
-    kept: Rows = rows[np.sort(first)]
+    words = zip(rows["op"].tolist(), rows["signal"].tolist(), rows["value"].tolist(), strict=True)
+    seen: dict[tuple[int, int, int], int] = {}
+    for n, word in enumerate(words):
+        seen.setdefault(word, n)
+    kept: Rows = rows[list(seen.values())]
     return kept
 
 

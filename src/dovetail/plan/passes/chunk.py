@@ -37,7 +37,7 @@ def chunk(plan: Plan, chunk_bytes: int) -> Plan:
 
 def _runs(steps: Rows) -> list[Rows]:
     """Maximal runs of linear moves of one length; everything else stands alone."""
-    linear = np.isin(steps["op"], _LINEAR) & (steps["length_param"] == NONE)
+    linear = st.among(steps["op"], _LINEAR) & (steps["length_param"] == NONE)
     same = linear[1:] & linear[:-1] & (steps["length"][1:] == steps["length"][:-1])
     return np.split(steps, np.flatnonzero(~same) + 1) if len(steps) else []
 
