@@ -27,7 +27,7 @@ Mapping::~Mapping() {
   if (base_) munmap(base_, bytes_);
 }
 
-Arena::Arena(int fd, size_t bytes) : Mapping(fd, bytes), fd_(fcntl(fd, F_DUPFD_CLOEXEC, 0)) {
+Arena::Arena(int fd, size_t bytes) : Mapping(fd, bytes), fd_(fcntl(fd, F_DUPFD_CLOEXEC, 0)), owner_pid_(getpid()) {
   if (fd_ < 0) throw OutOfMemory(std::string("no file descriptor for the heap: ") + std::strerror(errno));
   free_[0] = bytes / kPage * kPage;
   if (alloc(sizeof(Header)) != 0) throw std::logic_error("the header must come first");
@@ -36,6 +36,8 @@ Arena::Arena(int fd, size_t bytes) : Mapping(fd, bytes), fd_(fcntl(fd, F_DUPFD_C
 }
 
 Arena::~Arena() { close(fd_); }
+
+bool Arena::mine() const { return getpid() == owner_pid_; }
 
 void Arena::free_when(uint64_t offset, std::function<bool()> ready) {
   {
@@ -46,6 +48,7 @@ void Arena::free_when(uint64_t offset, std::function<bool()> ready) {
 }
 
 void Arena::free_due() {
+  if (!mine()) return;
   std::vector<uint64_t> due;
   {
     std::lock_guard lock(mutex_);
@@ -62,6 +65,7 @@ void Arena::free_due() {
 }
 
 uint64_t Arena::alloc(size_t bytes) {
+  if (!mine()) throw OutOfMemory("this heap is that of the parent process; a forked child has none");
   free_due();
   const size_t need = whole_pages(bytes ? bytes : 1);
   std::lock_guard lock(mutex_);
@@ -90,15 +94,26 @@ uint64_t Arena::alloc(size_t bytes) {
 }
 
 void Arena::free(uint64_t offset) {
+  if (!mine()) return;
   std::lock_guard lock(mutex_);
   const auto it = used_.find(offset);
   if (it == used_.end()) return;
+  if (const auto held = holds_.find(offset); held != holds_.end()) {
+    std::vector<std::function<bool()>> conditions = std::move(held->second);
+    holds_.erase(held);
+    const auto all = [conditions = std::move(conditions)] {
+      for (const auto& ready : conditions)
+        if (!ready()) return false;
+      return true;
+    };
+    if (!all()) {
+      later_.push_back({offset, all});
+      return;
+    }
+  }
   const size_t bytes = it->second;
   used_.erase(it);
-  if (holds_.count(offset))
-    limbo_[offset] = bytes;
-  else
-    give_back(offset, bytes);
+  give_back(offset, bytes);
 }
 
 void Arena::give_back(uint64_t offset, size_t bytes) {
@@ -118,35 +133,18 @@ void Arena::give_back(uint64_t offset, size_t bytes) {
   free_[offset] = bytes;
 }
 
-void Arena::hold(uint64_t inside, const void* holder) {
+void Arena::hold(uint64_t inside, std::function<bool()> ready) {
   std::lock_guard lock(mutex_);
   auto it = used_.upper_bound(inside);
   if (it == used_.begin()) return;
   --it;
-  if (inside < it->first + it->second) holds_[it->first].insert(holder);
-}
-
-void Arena::lift(const void* holder) {
-  std::lock_guard lock(mutex_);
-  for (auto it = holds_.begin(); it != holds_.end();) {
-    it->second.erase(holder);
-    if (!it->second.empty()) {
-      ++it;
-      continue;
-    }
-    if (const auto freed = limbo_.find(it->first); freed != limbo_.end()) {
-      give_back(freed->first, freed->second);
-      limbo_.erase(freed);
-    }
-    it = holds_.erase(it);
-  }
+  if (inside < it->first + it->second) holds_[it->first].push_back(std::move(ready));
 }
 
 size_t Arena::used_bytes() const {
   std::lock_guard lock(mutex_);
   size_t sum = 0;
   for (const auto& [offset, bytes] : used_) sum += bytes;
-  for (const auto& [offset, bytes] : limbo_) sum += bytes;
   return sum;
 }
 

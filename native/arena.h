@@ -10,7 +10,6 @@
 #include <functional>
 #include <map>
 #include <mutex>
-#include <set>
 #include <stdexcept>
 #include <vector>
 
@@ -51,8 +50,7 @@ class Arena : public Mapping {
   uint64_t alloc(size_t bytes);  // offset of a zeroed block; throws OutOfMemory
   void free(uint64_t offset);
   void free_when(uint64_t offset, std::function<bool()> ready);  // looked at when memory is next asked for
-  void hold(uint64_t inside, const void* holder);  // keeps the block around `inside` from being reused
-  void lift(const void* holder);                   // ends all holds of `holder`
+  void hold(uint64_t inside, std::function<bool()> ready);  // once freed, the block around `inside` waits for this
   size_t used_bytes() const;
 
  private:
@@ -63,12 +61,14 @@ class Arena : public Mapping {
   void free_due();
   void give_back(uint64_t offset, size_t bytes);
 
+  bool mine() const;  // false in a forked child: the memory is its parent's, and a hole punched here is one there
+
   int fd_;
+  int owner_pid_;
   mutable std::mutex mutex_;
   std::map<uint64_t, size_t> free_;  // offset -> bytes, neighbours joined
   std::map<uint64_t, size_t> used_;
-  std::map<uint64_t, size_t> limbo_;  // freed while held
-  std::map<uint64_t, std::set<const void*>> holds_;
+  std::map<uint64_t, std::vector<std::function<bool()>>> holds_;
   std::vector<Later> later_;
 };
 

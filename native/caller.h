@@ -6,6 +6,9 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
 
+#include <fcntl.h>
+#include <sched.h>
+
 #include <memory>
 #include <stdexcept>
 #include <vector>
@@ -22,7 +25,9 @@ inline constexpr int64_t kSignalLook = 50000000;        // ns between looks for 
 inline constexpr int kMostBuffers = 64;
 
 // Whoever drops the last reference may hold the interpreter, and a runner in a callback may be waiting for it.
+// If a callback in a runner drops it (nobody closed the world), it is left alone: the process is about to end.
 inline void without_interpreter(Engine* engine) {
+  if (engine->in_runner()) return;
   PyThreadState* state = Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr;
   delete engine;
   if (state) PyEval_RestoreThread(state);
@@ -39,14 +44,12 @@ class World {
       auto peer = std::make_shared<Peer>();
       const bool self = static_cast<int>(r) == rank;
       peer->memory = self ? std::static_pointer_cast<Mapping>(arena_) : std::make_shared<Mapping>(fds[r], bytes[r]);
-      peer->pidfd = self ? -1 : pidfds.at(r);
+      peer->pidfd = self ? -1 : fcntl(pidfds.at(r), F_DUPFD_CLOEXEC, 0);
       peers_.push_back(std::move(peer));
     }
   }
 
   nb::object alloc(size_t bytes) {
-    for (const auto& weak : groups_)
-      if (auto g = weak.lock()) g->try_settle();
     const uint64_t offset = arena_->alloc(bytes);
     struct Block {
       std::shared_ptr<Arena> arena;
@@ -65,9 +68,18 @@ class World {
     std::vector<std::shared_ptr<Peer>> members;
     for (const int r : ranks) members.push_back(peers_.at(r));
     nb::gil_scoped_release free;
-    auto g = std::make_shared<Group>(arena_, members, rank, key, static_cast<int64_t>(timeout_s * 1e9), max_params);
-    groups_.push_back(g);
-    return g;
+    const auto interrupted = [] {
+      nb::gil_scoped_acquire hold;
+      return PyErr_CheckSignals() != 0;
+    };
+    try {
+      return std::make_shared<Group>(arena_, members, rank, key, static_cast<int64_t>(timeout_s * 1e9), max_params,
+                                     interrupted);
+    } catch (const std::runtime_error&) {
+      nb::gil_scoped_acquire hold;
+      if (PyErr_Occurred()) throw nb::python_error();
+      throw;
+    }
   }
 
   void stop() {
@@ -85,8 +97,11 @@ class World {
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<Arena> arena_;
   std::vector<std::shared_ptr<Peer>> peers_;
-  std::vector<std::weak_ptr<Group>> groups_;
 };
+
+inline void alive(const Engine& engine) {
+  if (engine.dead()) throw std::runtime_error("this world belongs to the parent of a forked process");
+}
 
 // A submitted run. Keeps the run, and through it the memory of the world, alive.
 class Ticket {
@@ -94,9 +109,15 @@ class Ticket {
   Ticket(std::shared_ptr<Run> run, std::shared_ptr<Engine> engine) : run_(std::move(run)), engine_(std::move(engine)) {}
 
   int wait(double timeout_s) {
-    if (!run_->finished()) {
-      nb::gil_scoped_release free;
-      engine_->drive(run_, timeout_s < 0 ? 0 : std::max<int64_t>(1, static_cast<int64_t>(timeout_s * 1e9)));
+    alive(*engine_);
+    const int64_t end = timeout_s < 0 ? 0 : now_ns() + static_cast<int64_t>(timeout_s * 1e9);
+    while (!run_->finished() && (!end || now_ns() < end)) {  // in slices, so that Ctrl-C is seen
+      const int64_t slice = end ? std::min(kSignalLook, end - now_ns()) : kSignalLook;
+      {
+        nb::gil_scoped_release free;
+        engine_->drive(run_, std::max<int64_t>(1, slice));
+      }
+      if (PyErr_CheckSignals() != 0) throw nb::python_error();
     }
     return static_cast<int>(run_->status());
   }
@@ -111,13 +132,40 @@ class Ticket {
 };
 
 inline nb::dict failure_of(const Run& run) {
-  const Failure& f = run.failure();
+  const Failure& f = run.why();
   nb::dict d;
   d["status"] = static_cast<int>(f.status);
   d["about"] = f.about, d["reporter"] = f.reporter, d["queue"] = f.queue, d["step"] = f.step;
   d["param_a"] = f.param_a, d["param_b"] = f.param_b;
+  nb::list states;
+  for (const PeerState& p : f.states) {
+    nb::dict s;
+    s["entered"] = p.entered, s["finished"] = p.finished, s["last"] = p.last, s["call"] = p.call;
+    s["size_bytes"] = p.size_bytes, s["parked"] = p.parked, s["params"] = p.params;
+    states.append(s);
+  }
+  d["states"] = states;
   d["run"] = run.number(), d["lane"] = run.lane(), d["slot"] = run.slot_index(), d["choice"] = run.choice();
   return d;
+}
+
+// Programs are added with the interpreter held, read without it.
+inline void keep(Call& call, int choice, std::shared_ptr<const Program> program) {
+  if (!program) return;
+  call.programs[choice].store(program.get(), std::memory_order_release);
+  call.owned.push_back(std::move(program));
+}
+
+// An error in a callback can't be raised where it happens; a Ctrl-C is passed on to the main thread.
+inline void unraisable(nb::python_error& e, const nb::object& where) {
+  const bool interrupt = e.matches(PyExc_KeyboardInterrupt);
+  e.restore();
+  if (interrupt) {
+    PyErr_Clear();
+    PyErr_SetInterrupt();
+  } else {
+    PyErr_WriteUnraisable(where.ptr());
+  }
 }
 
 // A call that can be made again and again: programs, caller's buffers by position, fast path for the blocking case.
@@ -127,27 +175,29 @@ class Caller {
          int input, int output, std::vector<int64_t> bytes, uint64_t scratch_heap, uint64_t scratch_ordinary,
          bool has_direct, nb::object planner)
       : engine_(world->engine()), world_(std::move(world)), call_(std::make_shared<Call>()), bytes_(std::move(bytes)),
-        planner_(std::move(planner)) {
+        planner_(new nb::object(std::move(planner)), [](nb::object* held) {
+          nb::gil_scoped_acquire hold;  // a run in the engine may be the last to drop it
+          delete held;
+        }) {
     call_->group = std::move(group);
     call_->word = word, call_->size_bytes = size_bytes, call_->num_user = num_user;
     call_->input = input, call_->output = output, call_->has_direct = has_direct;
     call_->scratch_bytes[0] = scratch_heap, call_->scratch_bytes[1] = scratch_ordinary;
-    call_->planner = [this](int choice) -> std::shared_ptr<const Program> {
+    call_->planner = [planner = planner_, call = call_.get()](int choice) -> const Program* {
       nb::gil_scoped_acquire hold;
       try {
-        return nb::cast<std::shared_ptr<Program>>(planner_(choice));
+        keep(*call, choice, nb::cast<std::shared_ptr<Program>>((*planner)(choice)));
       } catch (nb::python_error& e) {
-        e.restore();
-        PyErr_WriteUnraisable(planner_.ptr());
-        return nullptr;
+        unraisable(e, *planner);
       } catch (const std::exception&) {
         return nullptr;
       }
+      return call->programs[choice].load(std::memory_order_acquire);
     };
     for (const int64_t b : bytes_) total_ += static_cast<uint64_t>(std::max<int64_t>(b, 0));
   }
 
-  void set_program(int choice, std::shared_ptr<Program> p) { call_->programs[choice] = std::move(p); }
+  void set_program(int choice, std::shared_ptr<Program> p) { keep(*call_, choice, std::move(p)); }
 
   // The buffers' sizes are those that the caller was made for.
   int run_fixed(const uint64_t* pointers) { return blocking(pointers, bytes_.data(), call_->num_user, nullptr, 0); }
@@ -160,6 +210,7 @@ class Caller {
   std::unique_ptr<Ticket> start(const std::vector<uint64_t>& pointers, const std::vector<int64_t>& bytes,
                                 const std::vector<int64_t>& params, bool gated, nb::object on_finish) {
     check(pointers, bytes, params);
+    alive(*engine_);
     auto run = std::make_shared<Run>();
     if (!on_finish.is_none()) {
       // Called by whichever thread ends the run. The object is released with the interpreter held.
@@ -171,8 +222,7 @@ class Caller {
         try {
           call();
         } catch (nb::python_error& e) {
-          e.restore();
-          PyErr_WriteUnraisable(call.ptr());
+          unraisable(e, call);
         }
       };
     }
@@ -183,6 +233,7 @@ class Caller {
   }
 
   nb::dict failure() const { return failure_of(*failed_); }
+  static Failure failure_here() { return dovetail::failure(Status::Broken); }
   std::shared_ptr<Counter> counter() const { return call_->counter; }
 
  private:
@@ -196,6 +247,7 @@ class Caller {
     // One run object serves all blocking calls, unless another thread is in one, or a failed one is still looked at.
     std::shared_ptr<Run> run = std::move(spare_);
     if (!run || run.use_count() > 1) run = std::make_shared<Run>();
+    alive(*engine_);
     run->exclusive = engine_->idle();
     run->begin(call_, pointers, bytes, num, params, num_params, false);
     if (!run->exclusive) engine_->submit(run);
@@ -206,8 +258,9 @@ class Caller {
       while (!(run->exclusive ? engine_->drive_alone(*run, kSignalLook) : engine_->drive(run, kSignalLook))) {
         nb::gil_scoped_acquire hold;
         if (PyErr_CheckSignals() != 0) {
-          run->fail({Status::Broken, -1, -1, -1, -1, -1, -1});
           call_->group->break_all(Abort::Failed, call_->group->rank());
+          run->fail(failure_here());
+          while (!run->at_rest()) sched_yield();
           throw nb::python_error();
         }
       }
@@ -223,7 +276,7 @@ class Caller {
   std::shared_ptr<Call> call_;
   std::vector<int64_t> bytes_;
   uint64_t total_ = 0;
-  nb::object planner_;
+  std::shared_ptr<nb::object> planner_;
   std::shared_ptr<Run> spare_, failed_;
 };
 

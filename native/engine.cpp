@@ -51,12 +51,7 @@ void Engine::stop() {
     ending.swap(runners_);
   }
   wake_.notify_all();
-  for (std::thread& t : ending) {
-    if (t.get_id() == std::this_thread::get_id())
-      t.detach();  // a callback in the runner dropped the last reference: it sees `stopping_` next
-    else
-      t.join();
-  }
+  for (std::thread& t : ending) t.join();
 }
 
 bool Engine::drive_alone(Run& run, int64_t budget_ns) {
@@ -96,12 +91,18 @@ bool Engine::drive(const std::shared_ptr<Run>& run, int64_t budget_ns) {
     bool look = false;
     if (pacer.due(now, look)) {
       if (limit && now > limit) break;
-      for (const auto& r : runs) r->watch(now, look);
+      for (const auto& r : runs) r->watch(now, look), r->notify();
     }
     if (!run->finished()) pacer.rest();
   }
   while (done && run->status() != Status::Done && !run->at_rest()) sched_yield();
-  if (drivers_.fetch_sub(1, std::memory_order_acq_rel) == 1 && !idle()) wake_.notify_one();
+  {
+    std::lock_guard lock(mutex_);  // so that a runner that has just looked is already waiting
+    drivers_.fetch_sub(1, std::memory_order_acq_rel);
+  }
+  if (!idle()) wake_.notify_one();
+  for (const auto& r : runs) r->notify();
+  run->notify();
   return done;
 }
 
@@ -131,6 +132,7 @@ bool Engine::sweep(const Runs& runs) {
   for (const auto& r : runs) {
     progress |= r->advance();
     ended |= r->finished();
+    r->notify();
   }
   if (ended) version_.fetch_add(1, std::memory_order_release);  // the next refresh drops it
   return progress;
@@ -163,7 +165,7 @@ void Engine::loop() {
         int64_t now = 0;
         bool look = false;
         if (pacer.due(now, look)) {
-          for (const auto& r : runs) r->watch(now, look);
+          for (const auto& r : runs) r->watch(now, look), r->notify();
           std::lock_guard lock(mutex_);
           if (stopping_) return;
         }
@@ -174,7 +176,14 @@ void Engine::loop() {
   }
 }
 
+bool Engine::in_runner() {
+  std::lock_guard lock(mutex_);
+  const auto self = std::this_thread::get_id();
+  return std::any_of(runners_.begin(), runners_.end(), [&](const std::thread& t) { return t.get_id() == self; });
+}
+
 void Engine::forked() {
+  dead_ = true;
   for (std::thread& t : runners_) t.detach();
   runners_.clear();
 }

@@ -40,7 +40,9 @@ class Engine {
   void submit(std::shared_ptr<Run> run);  // to be advanced by the runner or by whoever waits
   bool idle() const { return num_active_.load(std::memory_order_acquire) == 0; }
   void stop();    // ends the runners; not with the interpreter held, since they may be waiting for it
-  void forked();  // in a child process: threads are gone
+  bool in_runner();  // is the calling thread one of them?
+  void forked();     // in a child process: threads are gone, and nothing may run
+  bool dead() const { return dead_; }
 
  private:
   using Runs = std::vector<std::shared_ptr<Run>>;
@@ -57,6 +59,7 @@ class Engine {
   std::atomic<int> drivers_{0};
   std::vector<std::thread> runners_;
   bool stopping_ = false;
+  bool dead_ = false;
 
  public:
   const int spins;

@@ -3,6 +3,7 @@
 #include <poll.h>
 #include <sched.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <string>
@@ -13,6 +14,10 @@ int64_t now_ns() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
   return t.tv_sec * 1000000000ll + t.tv_nsec;
+}
+
+Peer::~Peer() {
+  if (pidfd >= 0) close(pidfd);
 }
 
 bool Peer::dead() const {
@@ -32,57 +37,81 @@ Control* find_control(const Mapping& memory, uint64_t key) {
   return nullptr;
 }
 
-void publish(Arena& arena, uint64_t key, uint64_t offset) {
+uint64_t publish(Arena& arena, uint64_t key, uint64_t offset) {
   Header* h = arena.header();
-  const uint64_t i = h->num_groups.load(std::memory_order_relaxed);
-  if (i >= kDirectory) throw OutOfMemory("this rank has joined " + std::to_string(kDirectory) + " groups, the most it can");
+  const uint64_t n = h->num_groups.load(std::memory_order_relaxed);
+  uint64_t i = 0;
+  while (i < n && h->directory[i].key.load(std::memory_order_relaxed) != 0) ++i;  // one that was given up, if any
+  if (i >= kDirectory) throw OutOfMemory("this rank is in " + std::to_string(kDirectory) + " groups, the most it can");
   h->directory[i].offset = offset;
   h->directory[i].key.store(key, std::memory_order_release);
-  h->num_groups.store(i + 1, std::memory_order_release);
+  if (i == n) h->num_groups.store(n + 1, std::memory_order_release);
+  return i;
 }
+
+void withdraw(Arena& arena, uint64_t entry) { arena.header()->directory[entry].key.store(0, std::memory_order_release); }
 
 }  // namespace
 
 Group::Group(std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<Peer>> members, int rank, uint64_t key,
-             int64_t timeout, int max_params)
+             int64_t timeout, int max_params, const std::function<bool()>& interrupted)
     : timeout_ns(timeout), arena_(std::move(arena)), members_(std::move(members)), controls_(members_.size()),
       rank_(rank), max_params_(max_params) {
   block_ = arena_->alloc(Control::bytes(max_params));
   controls_[rank_] = reinterpret_cast<Control*>(arena_->base() + block_);
-  publish(*arena_, key, block_);
+  entry_ = publish(*arena_, key, block_);
   const int64_t deadline = now_ns() + timeout;
-  for (;;) {
-    int missing = -1;
+  std::string why;
+  for (int look = 0; why.empty(); ++look) {
+    std::string missing;
     for (int r = 0; r < size(); ++r) {
       if (!controls_[r]) controls_[r] = find_control(memory(r), key);
-      if (!controls_[r]) missing = r;
+      if (controls_[r]) continue;
+      if (!missing.empty()) missing.push_back(',');
+      missing.append(std::to_string(r));
+      if (members_[r]->dead()) why = "dead:" + std::to_string(r);
     }
-    if (missing < 0) return;
-    const bool dead = members_[missing]->dead();
-    if (dead || now_ns() > deadline) {
-      arena_->free(block_);
-      throw std::runtime_error((dead ? "dead:" : "late:") + std::to_string(missing));
-    }
+    if (missing.empty()) return;
+    if (why.empty() && now_ns() > deadline) why = "late:" + missing;
+    if (why.empty() && look % 100 == 99 && interrupted()) why = "interrupted";
     timespec nap{0, 100000};
     nanosleep(&nap, nullptr);
   }
+  // A peer may have found the block already: it stays, marked, so that what the peer does with it harms nobody.
+  mine()->abort.word.store(abort_word(Abort::Late, rank_, rank_), std::memory_order_release);
+  withdraw(*arena_, entry_);
+  throw std::runtime_error(why);
 }
 
-// A peer may read this rank's scratch until it has finished the runs that this rank has finished, so scratch goes when
-// all have (or are gone). The Control block stays: peers may poll it until they too have closed the group.
+std::vector<Group::Other> Group::others() const {
+  std::vector<Other> found;
+  for (int r = 0; r < size(); ++r)
+    if (r != rank_) found.push_back({members_[r], controls_[r]});
+  return found;
+}
+
+// A peer may read this rank's scratch until it has finished the runs that this rank has finished, and poll its Control
+// block until it has closed the group too; each is freed when all peers are that far, or gone.
 Group::~Group() {
-  try_settle();
+  withdraw(*arena_, entry_);
   uint64_t last[kLanes];
   for (int lane = 0; lane < kLanes; ++lane) last[lane] = mine()->finished[lane].load(std::memory_order_acquire);
-  const auto done = [members = members_, controls = controls_, self = rank_, last] {
-    for (size_t r = 0; r < members.size(); ++r)
-      for (int lane = 0; lane < kLanes && static_cast<int>(r) != self; ++lane)
-        if (controls[r]->finished[lane].load(std::memory_order_acquire) < last[lane] && !members[r]->dead()) return false;
+  const auto read = [others = others(), last] {
+    for (const Other& o : others)
+      for (int lane = 0; lane < kLanes && !gone(o); ++lane)
+        if (o.control->finished[lane].load(std::memory_order_acquire) < last[lane]) return false;
     return true;
   };
+  const auto all_gone = [others = others()] { return std::all_of(others.begin(), others.end(), gone); };
   for (const Scratch& s : scratch_)
-    if (s.offset != kNowhere) arena_->free_when(s.offset, done);
-  for (const uint64_t offset : retired_) arena_->free_when(offset, done);
+    if (s.offset != kNowhere) arena_->free_when(s.offset, read);
+  for (const uint64_t offset : retired_) arena_->free_when(offset, read);
+  arena_->free_when(block_, all_gone);
+}
+
+bool Group::gone(const Other& o) {
+  const bool closed = static_cast<Abort>(o.control->abort.word.load(std::memory_order_acquire) & 0xff) == Abort::Closed;
+  return (closed && o.control->acknowledged.word.load(std::memory_order_acquire)) || o.peer->dead();
 }
 
 void Group::break_all(Abort code, int about) {
@@ -130,27 +159,18 @@ const Scratch& Group::scratch(int lane, size_t bytes) {
 
 // A peer can still write here only if it has entered a run that it has not finished, is alive, and has not said that
 // it stopped.
-bool Group::settled(int r) const {
-  if (r == rank_ || members_[r]->dead() || controls_[r]->acknowledged.word.load(std::memory_order_acquire)) return true;
+bool Group::settled(const Other& o) {
+  if (o.peer->dead() || o.control->acknowledged.word.load(std::memory_order_acquire)) return true;
   for (int lane = 0; lane < kLanes; ++lane) {
-    const uint64_t done = controls_[r]->finished[lane].load(std::memory_order_acquire);
+    const uint64_t done = o.control->finished[lane].load(std::memory_order_acquire);
     for (int half = 0; half < 2; ++half)
-      if (controls_[r]->slots[2 * lane + half].run.load(std::memory_order_acquire) > done) return false;
+      if (o.control->slots[2 * lane + half].run.load(std::memory_order_acquire) > done) return false;
   }
   return true;
 }
 
 void Group::hold_unsettled(uint64_t inside) {
-  holding_ = true;
-  arena_->hold(inside, this);
-}
-
-void Group::try_settle() {
-  if (!holding_) return;
-  for (int r = 0; r < size(); ++r)
-    if (!settled(r)) return;
-  arena_->lift(this);
-  holding_ = false;
+  arena_->hold(inside, [others = others()] { return std::all_of(others.begin(), others.end(), settled); });
 }
 
 }  // namespace dovetail

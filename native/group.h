@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -16,7 +17,11 @@ int64_t now_ns();  // CLOCK_MONOTONIC, the clock of Python's time.monotonic_ns a
 // A process of the world, seen from here: its arena, and a pidfd that becomes readable when it is gone.
 struct Peer {
   std::shared_ptr<Mapping> memory;
-  int pidfd = -1;  // -1: this process itself
+  int pidfd = -1;  // owned; -1: this process itself
+  Peer() = default;
+  Peer(const Peer&) = delete;
+  Peer& operator=(const Peer&) = delete;
+  ~Peer();
   bool dead() const;
 };
 
@@ -29,8 +34,9 @@ class Group {
  public:
   // `members[i]` is group rank i. Joins by publishing this rank's Control block under `key` and waiting for those of
   // all others; throws std::runtime_error naming the missing ranks after `timeout_ns`.
+  // `interrupted` is asked now and then while it waits.
   Group(std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<Peer>> members, int rank, uint64_t key,
-        int64_t timeout_ns, int max_params);
+        int64_t timeout_ns, int max_params, const std::function<bool()>& interrupted);
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
@@ -51,8 +57,7 @@ class Group {
 
   uint64_t next_run() { return ++last_run_; }
   const Scratch& scratch(int lane, size_t bytes);  // grows it; old rings stay until the group is gone
-  void hold_unsettled(uint64_t inside);   // block must wait for stalled peers
-  void try_settle();                      // lifts the holds when nobody can write any more
+  void hold_unsettled(uint64_t inside);   // once freed, this block waits until no peer can write to it any more
   void entered() { running_.fetch_add(1, std::memory_order_relaxed); }
   void left();
 
@@ -60,19 +65,25 @@ class Group {
   int64_t delay_ns = 0;  // test hook: up to this long before each step, at random
 
  private:
-  bool settled(int r) const;
+  struct Other {  // a member that is not this rank: what closures may keep alive without a cycle through the arena
+    std::shared_ptr<Peer> peer;
+    Control* control;
+  };
+  std::vector<Other> others() const;
+  static bool settled(const Other& other);
+  static bool gone(const Other& other);
 
   std::shared_ptr<Arena> arena_;
   std::vector<std::shared_ptr<Peer>> members_;
   std::vector<Control*> controls_;
   int rank_, max_params_;
   uint64_t block_ = kNowhere;
+  uint64_t entry_ = 0;  // in the directory
   uint64_t last_run_ = 0;
   std::atomic<int> running_{0};
   std::mutex mutex_;
   Scratch scratch_[kLanes];
   std::vector<uint64_t> retired_;
-  bool holding_ = false;
 };
 
 }  // namespace dovetail

@@ -54,22 +54,6 @@ std::shared_ptr<Program> make_program(int rank, int world, const nb::bytes& step
   return p;
 }
 
-nb::dict peer_state(const Group& g, int r, int slot, int lane) {
-  const Control& c = *g.control(r);
-  nb::dict d;
-  d["entered"] = c.slots[slot].run.load();
-  d["finished"] = c.finished[lane].load();
-  d["call"] = c.slots[slot].call;
-  d["size_bytes"] = c.slots[slot].size_bytes;
-  d["parked"] = c.parked[lane].load();
-  d["abort"] = c.abort.word.load();
-  std::vector<int64_t> params;
-  const int64_t* p = const_cast<Control&>(c).params(slot, g.max_params());
-  for (uint32_t i = 0; i < c.slots[slot].num_params; ++i) params.push_back(p[i]);
-  d["params"] = params;
-  return d;
-}
-
 }  // namespace
 }  // namespace dovetail
 
@@ -86,8 +70,7 @@ NB_MODULE(_native, m) {
       .def_rw("delay_ns", &Group::delay_ns)
       .def("break_all", [](Group& g, int about) { g.break_all(Abort::Failed, about); })
       .def("close", &Group::close)
-      .def("closed", &Group::closed)
-      .def("peer_state", &peer_state);
+      .def("closed", &Group::closed);
   nb::class_<World>(m, "World")
       .def(nb::init<int, const std::vector<int>&, const std::vector<int>&, const std::vector<uint64_t>&, int, int>(), "rank"_a,
            "fds"_a, "pidfds"_a, "bytes"_a, "engines"_a, "spins"_a)
@@ -123,7 +106,7 @@ NB_MODULE(_native, m) {
       .def_prop_ro("direct", [](const Counter& c) { return c.direct.load(); });
   nb::class_<Table>(m, "Table")
       .def(nb::init<bool, int, int>(), "one_tensor"_a, "alias"_a, "rank"_a)
-      .def("add", &Table::add, "first"_a, "second"_a.none(), "caller"_a)
+      .def("add", &Table::add, "first"_a, "second"_a.none(), "bound"_a, "caller"_a)
       .def("two", &Table::call)
       .def("one", &Table::call_one)
       .def("take_failed", &Table::take_failed);

@@ -1,5 +1,6 @@
 #include "run.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "move.h"
@@ -15,7 +16,7 @@ void Run::begin(const std::shared_ptr<Call>& call, const uint64_t* pointers, con
                 const int64_t* params, int num_params, bool gated) {
   call_ = call;
   group_ = call_->group.get();
-  program_.reset();
+  program_ = nullptr;
   run_ = group_->next_run();
   lane_ = static_cast<int>(run_ % kLanes);
   slot_ = static_cast<int>(2 * lane_ + run_ / kLanes % 2);
@@ -28,11 +29,12 @@ void Run::begin(const std::shared_ptr<Call>& call, const uint64_t* pointers, con
   }
   params_.assign(params, params + num_params);
   next_peer_ = 0;
-  counted_ = false;
+  counted_.store(false, std::memory_order_relaxed);
+  notified_.store(false, std::memory_order_relaxed);
   failure_ = {};
   ending_.clear();
   gate_.store(!gated, std::memory_order_relaxed);
-  deadline_ = 0;  // counts from the first time that somebody looks at the clock
+  deadline_.store(0, std::memory_order_relaxed);  // counts from the first look at the clock without progress
   status_.store(Status::Pending, std::memory_order_relaxed);
   stage_.store(Stage::Ready, std::memory_order_release);
 }
@@ -40,7 +42,7 @@ void Run::begin(const std::shared_ptr<Call>& call, const uint64_t* pointers, con
 bool Run::advance() {
   if (finished()) return false;
   if (group_->abort()) {
-    fail({Status::Broken, -1, -1, -1, -1, -1, -1});
+    fail(failure(Status::Broken));
     return true;
   }
   if (stage_.load(std::memory_order_acquire) != Stage::Moving) {
@@ -49,9 +51,12 @@ bool Run::advance() {
     if (stage_.load(std::memory_order_relaxed) == Stage::Ready) progress |= enter();
     if (stage_.load(std::memory_order_relaxed) == Stage::Entering) progress |= gather();
     if (!exclusive) stepping_.clear(std::memory_order_release);
+    if (progress) deadline_.store(0, std::memory_order_relaxed);
     if (stage_.load(std::memory_order_acquire) != Stage::Moving) return progress;
   }
-  return move();
+  const bool progress = move();
+  if (progress) deadline_.store(0, std::memory_order_relaxed);
+  return progress;
 }
 
 // --- the handshake ----------------------------------------------------------------------------------------------------
@@ -79,7 +84,7 @@ bool Run::enter() {
     try {
       slot.offset[2] = group_->scratch(lane_, scratch).offset;
     } catch (const OutOfMemory&) {
-      fail({Status::Memory, group_->rank(), group_->rank(), -1, -1, -1, -1});
+      fail(failure(Status::Memory, group_->rank(), group_->rank()));
       return true;
     }
   }
@@ -90,7 +95,7 @@ bool Run::enter() {
   slot.num_params = static_cast<uint32_t>(params_.size());
   std::memcpy(mine.params(slot_, group_->max_params()), params_.data(), params_.size() * sizeof(int64_t));
   group_->entered();
-  counted_ = true;
+  counted_.store(true, std::memory_order_release);
   slot.run.store(run_, std::memory_order_release);
   stage_.store(Stage::Entering, std::memory_order_relaxed);
   return true;
@@ -119,26 +124,26 @@ bool Run::gather() {
 bool Run::agree(int r, const Slot& s) {
   const Slot& mine = group_->mine()->slots[slot_];
   if (s.call == mine.call && s.size_bytes == mine.size_bytes && s.num_params == mine.num_params) return true;
-  fail({Status::Mismatch, r, group_->rank(), -1, -1, -1, -1});
+  fail(failure(Status::Mismatch, r, group_->rank()));
   return false;
 }
 
 bool Run::bind() {
-  if (!call_->programs[choice_] && call_->planner) call_->programs[choice_] = call_->planner(choice_);
-  program_ = call_->programs[choice_];
+  const Program* program = call_->programs[choice_].load(std::memory_order_acquire);
+  program_ = program || !call_->planner ? program : call_->planner(choice_);
   if (!program_) {
-    fail({Status::Planner, group_->rank(), group_->rank(), -1, -1, -1, -1});
+    fail(failure(Status::Planner, group_->rank(), group_->rank()));
     return false;
   }
   for (const auto& [a, b] : program_->equal)
     if (param_value(a) != param_value(b)) {
-      fail({Status::Mismatch, program_->params[b].rank, group_->rank(), -1, -1, a, b});
+      fail({Status::Mismatch, program_->params[b].rank, group_->rank(), -1, -1, a, b, {}});
       return false;
     }
   places_.assign(static_cast<size_t>(group_->size()) * program_->num_buffers(), {});
   for (int r = 0; r < group_->size(); ++r)
     if (!bind_peer(r)) {
-      fail({Status::Bounds, r, group_->rank(), -1, -1, -1, -1});
+      fail(failure(Status::Bounds, r, group_->rank()));
       return false;
     }
   stamps_.assign(program_->num_stamps, 0);
@@ -201,6 +206,7 @@ bool Run::move() {
     } else if (!c.busy.test_and_set(std::memory_order_acquire)) {
       progress |= advance_queue(q);
       c.busy.clear(std::memory_order_release);
+      if (finished()) leave();
     }
   }
   if (queues_left_.load(std::memory_order_acquire) == 0) finish();  // no-op if the last queue has done so
@@ -214,7 +220,7 @@ bool Run::advance_queue(int q) {
   const int begin = c.at;
   while (c.at < end) {
     if (group_->abort()) {
-      fail({Status::Broken, -1, -1, q, c.at - program_->queues[q], -1, -1});
+      fail(failure(Status::Broken, -1, -1, q, c.at - program_->queues[q]));
       return true;
     }
     if (!execute(program_->steps[c.at], q)) {
@@ -276,7 +282,7 @@ bool Run::transfer(const Step& s, int q) {
   }
   const bool streaming = static_cast<size_t>(length) >= streaming_bytes;
   for (int64_t done = 0; done < length; done += kLook) {
-    if (done && group_->abort()) return true;  // advance_queue sees it before the next step
+    if (done && group_->abort()) return broken_at(q);
     const size_t n = std::min<int64_t>(kLook, length - done);
     if (op == Op::Copy)
       copy_bytes(dst + done, src + done, n, streaming);
@@ -286,6 +292,12 @@ bool Run::transfer(const Step& s, int q) {
       swap_bytes(src + done, dst + done, n);
   }
   return true;
+}
+
+// The group broke in the middle of a step: what it wrote is not to be used.
+bool Run::broken_at(int q) {
+  fail(failure(Status::Broken, -1, -1, q, cursors_[q]->at - program_->queues[q]));
+  return false;
 }
 
 bool Run::reduce(const Step& s, int64_t length, int q) {
@@ -302,7 +314,7 @@ bool Run::reduce(const Step& s, int64_t length, int q) {
   const DType type = static_cast<DType>(s.dtype);
   const int64_t item = static_cast<int64_t>(item_bytes(type));
   for (int64_t done = 0; done < length; done += kLook) {
-    if (done && group_->abort()) return true;
+    if (done && group_->abort()) return broken_at(q);
     const int64_t n = std::min<int64_t>(kLook, length - done);
     reduce_items(type, static_cast<ReduceOp>(s.reduce_op), dst + done, sources, s.num_sources, n / item);
     for (int k = 0; k < s.num_sources; ++k) sources[k] += n;
@@ -317,7 +329,7 @@ char* Run::locate(int rank, int buffer, int64_t offset, int64_t alt, int param, 
   if (param >= 0) at += param_value(param);
   if (!place.base || at < 0 || extent < 0 || static_cast<uint64_t>(at) > place.bytes ||
       static_cast<uint64_t>(extent) > place.bytes - static_cast<uint64_t>(at)) {
-    fail({Status::Bounds, rank, group_->rank(), q, cursors_[q]->at - program_->queues[q], -1, -1});
+    fail(failure(Status::Bounds, rank, group_->rank(), q, cursors_[q]->at - program_->queues[q]));
     return nullptr;
   }
   return place.base + at;
@@ -336,7 +348,7 @@ Word& Run::signal_word(int index) {
 bool Run::raise(int signal, int64_t value) {
   // Before the run of the same lane four runs ago has ended, this value would release its waits too.
   if (run_ > kLanes && group_->mine()->finished[lane_].load(std::memory_order_acquire) < run_ - kLanes) return false;
-  const Program* program = program_ ? program_.get() : call_->programs[kDirect].get();
+  const Program* program = call_->programs[kDirect].load(std::memory_order_acquire);
   if (!program || signal < 0 || signal >= static_cast<int>(program->signals.size())) return false;
   const SignalInfo& s = program->signals[signal];
   group_->control(s.home)->signals[lane_][s.index].word.store(value_base_ + static_cast<uint64_t>(value),
@@ -353,25 +365,46 @@ bool Run::at_rest() const {
 // --- the end --------------------------------------------------------------------------------------------------------------
 
 void Run::finish() {
-  if (finished()) return;
+  if (!claim()) return;
   call_->counter->runs.fetch_add(1, std::memory_order_relaxed);
   if (choice_ == kDirect) call_->counter->direct.fetch_add(1, std::memory_order_relaxed);
   end(Status::Done);
 }
 
 void Run::end(Status status) {
-  if (ending_.test_and_set(std::memory_order_acq_rel)) return;
-  // A call that ranks disagree on, or could not plan, ends on all of them before anything moved: the lane goes on.
-  const bool clean = status == Status::Done || status == Status::Mismatch || status == Status::Planner;
-  if (clean) group_->mine()->finished[lane_].store(run_, std::memory_order_release);
+  // A call that ranks disagree on ends on all of them before anything moved: the lane goes on.
+  if (status == Status::Done || status == Status::Mismatch)
+    group_->mine()->finished[lane_].store(run_, std::memory_order_release);
   stage_.store(Stage::Over, std::memory_order_relaxed);
-  if (counted_) group_->left();
   status_.store(status, std::memory_order_release);
-  if (on_finish) on_finish();
+  leave();
+}
+
+void Run::leave() {
+  if ((exclusive || at_rest()) && counted_.exchange(false, std::memory_order_acq_rel)) group_->left();
+}
+
+void Run::notify() {
+  if (on_finish && finished() && !notified_.exchange(true, std::memory_order_acq_rel)) on_finish();
+}
+
+std::vector<PeerState> Run::look_around() const {
+  std::vector<PeerState> found;
+  for (int r = 0; r < group_->size(); ++r) {
+    Control& c = *group_->control(r);
+    const Slot& s = c.slots[slot_];
+    PeerState p{s.run.load(std::memory_order_acquire), c.finished[lane_].load(std::memory_order_acquire), 0, s.call,
+                s.size_bytes, c.parked[lane_].load(std::memory_order_relaxed), {}};
+    for (const Word& lane : c.finished) p.last = std::max(p.last, lane.load(std::memory_order_acquire));
+    const int64_t* params = c.params(slot_, group_->max_params());
+    p.params.assign(params, params + std::min<int64_t>(s.num_params, group_->max_params()));
+    found.push_back(std::move(p));
+  }
+  return found;
 }
 
 void Run::fail(Failure f) {
-  if (finished()) return;
+  if (finished() || !claim()) return;
   if (f.status == Status::Broken) {
     const uint64_t word = group_->abort();
     f.about = static_cast<int16_t>(word >> 8);
@@ -380,42 +413,49 @@ void Run::fail(Failure f) {
     if (code == Abort::Dead) f.status = Status::Dead;
     if (code == Abort::Late) f.status = Status::Late;
   }
-  failure_ = f;
-  if (f.status == Status::Dead) group_->break_all(Abort::Dead, f.about);
-  if (f.status == Status::Late) group_->break_all(Abort::Late, f.about);
-  if (f.status == Status::Bounds || f.status == Status::Memory) group_->break_all(Abort::Failed, f.about);
+  f.states = look_around();
+  failure_ = std::move(f);
+  const Status status = failure_.status;
+  if (status == Status::Dead) group_->break_all(Abort::Dead, failure_.about);
+  if (status == Status::Late) group_->break_all(Abort::Late, failure_.about);
+  if (status == Status::Bounds || status == Status::Memory || status == Status::Planner)
+    group_->break_all(Abort::Failed, failure_.about);
   if (group_->abort()) hold_buffers();
-  end(f.status);
+  end(status);
 }
 
 void Run::hold_buffers() {
   for (int i = 0; i < num_own_; ++i)
     if (group_->arena().contains(own_[i], own_bytes_[i]))
       group_->hold_unsettled(static_cast<uint64_t>(own_[i] - group_->arena().base()));
-  if (const uint64_t ring = group_->mine()->slots[slot_].offset[2]; counted_ && ring != kNowhere) group_->hold_unsettled(ring);
+  const uint64_t ring = group_->mine()->slots[slot_].offset[2];
+  if (counted_.load(std::memory_order_acquire) && ring != kNowhere) group_->hold_unsettled(ring);
 }
 
 void Run::watch(int64_t now, bool look_for_dead) {
   if (finished()) return;
-  if (look_for_dead && stage_.load(std::memory_order_acquire) != Stage::Ready) {
+  if (!gate_.load(std::memory_order_acquire)) return;  // armed: its time has not begun
+  const bool entered = stage_.load(std::memory_order_acquire) != Stage::Ready;
+  if (look_for_dead && entered) {
     const int dead = group_->dead_member(run_, lane_);
     if (dead >= 0) {
       // What it sent before it died still counts: one more look before giving up.
-      if (!advance() && !finished()) fail({Status::Dead, dead, group_->rank(), -1, -1, -1, -1});
+      if (!advance() && !finished()) fail(failure(Status::Dead, dead, group_->rank()));
       return;
     }
   }
-  if (!deadline_) deadline_ = now + group_->timeout_ns;
-  if (now < deadline_ || !gate_.load(std::memory_order_acquire)) return;
-  Failure f{Status::Late, -1, group_->rank(), -1, -1, -1, -1};
+  int64_t deadline = deadline_.load(std::memory_order_relaxed);
+  if (!deadline) deadline_.store(deadline = now + group_->timeout_ns, std::memory_order_relaxed);
+  if (now < deadline) return;
+  Failure f = failure(Status::Late, entered ? -1 : group_->rank(), group_->rank());
   for (int r = 0; r < group_->size() && f.about < 0; ++r)
     if (r != group_->rank() && group_->control(r)->slots[slot_].run.load(std::memory_order_acquire) != run_) f.about = r;
   for (int r = 0; r < group_->size() && f.about < 0; ++r)
     if (r != group_->rank() && group_->control(r)->finished[lane_].load(std::memory_order_acquire) < run_) f.about = r;
-  if (program_)
+  if (program_ && stage_.load(std::memory_order_acquire) == Stage::Moving)
     for (int q = 0; q < program_->num_queues() && f.queue < 0; ++q)
       if (cursors_[q]->at < program_->queues[q + 1]) f.queue = q, f.step = cursors_[q]->at - program_->queues[q];
-  fail(f);
+  fail(std::move(f));
 }
 
 }  // namespace dovetail

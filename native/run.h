@@ -32,12 +32,19 @@ struct Call {
   int output = -1;          // which of them peers would write
   size_t scratch_bytes[2] = {0, 0};  // needed if the tensors are on the heap, and if they are not
   bool has_direct = false;
-  std::shared_ptr<const Program> programs[kNumChoices];
-  std::function<std::shared_ptr<const Program>(int)> planner;
+  std::atomic<const Program*> programs[kNumChoices] = {};
+  std::vector<std::shared_ptr<const Program>> owned;  // what `programs` point to; changed by the planner only
+  std::function<const Program*(int)> planner;         // makes a program, and keeps it in `owned`
   std::shared_ptr<Counter> counter = std::make_shared<Counter>();
 };
 
 enum class Status : int { Pending = 0, Done = 1, Dead = 2, Late = 3, Mismatch = 4, Broken = 5, Bounds = 6, Memory = 7, Planner = 8 };
+
+// What a peer's slot showed when a run failed: later runs write over it.
+struct PeerState {
+  uint64_t entered, finished, last, call, size_bytes, parked;
+  std::vector<int64_t> params;
+};
 
 struct Failure {
   Status status = Status::Pending;
@@ -45,7 +52,12 @@ struct Failure {
   int reporter = -1;    // the rank that broke the group
   int queue = -1, step = -1;  // where this rank stood
   int param_a = -1, param_b = -1;  // Mismatch: the parameters that differ
+  std::vector<PeerState> states;   // of all ranks
 };
+
+inline Failure failure(Status status, int about = -1, int reporter = -1, int queue = -1, int step = -1) {
+  return {status, about, reporter, queue, step, -1, -1, {}};
+}
 
 class Run {
  public:
@@ -69,14 +81,15 @@ class Run {
 
   bool exclusive = false;  // only the calling thread knows of this run: no flags needed
   const Call& call() const { return *call_; }
-  const Failure& failure() const { return failure_; }
+  const Failure& why() const { return failure_; }
   uint64_t number() const { return run_; }
   int lane() const { return lane_; }
   int slot_index() const { return slot_; }
   int choice() const { return choice_; }
   const std::vector<int64_t>& stamps() const { return stamps_; }
   int64_t submitted_ns = 0;         // when it was enqueued
-  std::function<void()> on_finish;  // called once, by whoever finished it, with no flag held
+  std::function<void()> on_finish;  // called once, through notify()
+  void notify();                    // calls it if the run is over; for whoever advances runs, with no flag held
 
  private:
   enum class Stage { Ready, Entering, Moving, Over };
@@ -96,15 +109,19 @@ class Run {
   bool execute(const Step& s, int q);
   bool transfer(const Step& s, int q);
   bool reduce(const Step& s, int64_t length, int q);
+  bool broken_at(int q);
   char* locate(int rank, int buffer, int64_t offset, int64_t alt, int param, int64_t extent, int q);
   int64_t param_value(int index) const;
   Word& signal_word(int index);
   void finish();
+  bool claim() { return !ending_.test_and_set(std::memory_order_acq_rel); }  // the one who ends the run
   void end(Status status);
+  void leave();  // tells the group that nobody is inside the run any more, once that is so
+  std::vector<PeerState> look_around() const;
   void hold_buffers();
 
   std::shared_ptr<Call> call_;
-  std::shared_ptr<const Program> program_;
+  const Program* program_ = nullptr;
   Group* group_ = nullptr;
   uint64_t run_ = 0, value_base_ = 0;
   int lane_ = 0, slot_ = 0, choice_ = -1;
@@ -120,10 +137,10 @@ class Run {
   uint64_t own_bytes_[64] = {};
   int num_own_ = 0;
   int next_peer_ = 0;
-  bool counted_ = false;
+  std::atomic<bool> counted_{false}, notified_{false};
   std::vector<int64_t> params_;
   std::vector<int64_t> stamps_;
-  int64_t deadline_ = 0;
+  std::atomic<int64_t> deadline_{0};
   Failure failure_;
 };
 

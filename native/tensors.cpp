@@ -74,20 +74,25 @@ bool read_tensor(nb::handle object, TensorInfo& info) {
     if (t.strides && t.shape[d] != 1 && t.strides[d] != items) return false;
     items *= t.shape[d];
   }
-  if (items == 0) return false;
+  if (items < 2) return false;  // nothing to move; or one element, which may be the lazily negated part of a complex
   info.pointer = reinterpret_cast<uint64_t>(t.data) + t.byte_offset;
   info.items = items;
   info.type = static_cast<uint32_t>(t.dtype.code) << 8 | t.dtype.bits;
   return true;
 }
 
-void Table::add(nb::handle first, nb::handle second, nb::object caller) {
+void Table::add(nb::handle first, nb::handle second, nb::object bound, nb::object caller) {
   TensorInfo a, b{};
   if (!read_tensor(first, a) || (!one_tensor_ && !read_tensor(second, b))) return;
   const bool same = a.pointer == b.pointer;
-  for (const Entry& e : entries_)
-    if (e.first == a.items && e.second == b.items && e.type == a.type && e.same == same) return;
-  entries_.push_back({a.items, b.items, a.type, same, nb::inst_ptr<Caller>(caller), caller});
+  for (Entry& e : entries_)
+    if (e.first == a.items && e.second == b.items && e.type == a.type && e.same == same) {
+      e.caller = nb::inst_ptr<Caller>(caller);
+      e.bound = bound, e.owner = caller;
+      return;
+    }
+  if (entries_.size() >= kMost) entries_.pop_back();
+  entries_.push_back({a.items, b.items, a.type, same, nb::inst_ptr<Caller>(caller), bound, caller});
 }
 
 bool Table::allowed(const TensorInfo& out, const TensorInfo& in) const {
@@ -102,28 +107,33 @@ int Table::call(nb::handle output, nb::handle input) {
   TensorInfo out, in;
   if (!read_tensor(output, out) || !read_tensor(input, in) || out.type != in.type || !allowed(out, in)) return -1;
   const bool same = out.pointer == in.pointer;
-  for (const Entry& e : entries_)
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    const Entry& e = entries_[i];
     if (e.first == out.items && e.second == in.items && e.type == out.type && e.same == same) {
       const uint64_t pointers[2] = {in.pointer, out.pointer};
-      return run(e, pointers);
+      return run(i, pointers);
     }
+  }
   return -1;
 }
 
 int Table::call_one(nb::handle tensor) {
   TensorInfo t;
   if (!read_tensor(tensor, t)) return -1;
-  for (const Entry& e : entries_)
-    if (e.first == t.items && e.type == t.type) {
+  for (size_t i = 0; i < entries_.size(); ++i)
+    if (entries_[i].first == t.items && entries_[i].type == t.type) {
       const uint64_t pointers[2] = {t.pointer, t.pointer};  // a root's input and the others' output are one tensor
-      return run(e, pointers);
+      return run(i, pointers);
     }
   return -1;
 }
 
-int Table::run(const Entry& e, const uint64_t* pointers) {
-  const int status = e.caller->run_fixed(pointers);
-  if (status != static_cast<int>(Status::Done)) failed_ = e.owner;
+int Table::run(size_t entry, const uint64_t* pointers) {
+  if (entry) std::swap(entries_[entry], entries_[entry / 2]);
+  // The call may let the interpreter go, and another thread may change the table: hold what is needed.
+  const nb::object bound = entries_[entry / 2].bound, owner = entries_[entry / 2].owner;
+  const int status = entries_[entry / 2].caller->run_fixed(pointers);
+  if (status != static_cast<int>(Status::Done)) failed_ = bound;
   return status;
 }
 

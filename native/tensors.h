@@ -27,11 +27,11 @@ class Table {
  public:
   Table(bool one_tensor, int alias, int rank) : one_tensor_(one_tensor), alias_(static_cast<Alias>(alias)), rank_(rank) {}
 
-  // Remembers `caller` for tensors like these (`first` is c10d's first argument, the output).
-  void add(nb::handle first, nb::handle second, nb::object caller);
+  // Remembers `bound` and its caller for tensors like these (`first` is c10d's first argument, the output).
+  void add(nb::handle first, nb::handle second, nb::object bound, nb::object caller);
   int call(nb::handle output, nb::handle input);  // status, or -1: not known
   int call_one(nb::handle tensor);
-  nb::object take_failed() { return failed_ ? std::move(failed_) : nb::none(); }  // the caller whose run went wrong
+  nb::object take_failed() { return failed_ ? std::move(failed_) : nb::none(); }  // the bound call whose run went wrong
 
  private:
   struct Entry {
@@ -39,15 +39,16 @@ class Table {
     uint32_t type;
     bool same;  // one tensor is both
     Caller* caller;
-    nb::object owner;
+    nb::object bound, owner;  // `owner` keeps `caller` alive
   };
+  static constexpr size_t kMost = 256;
   bool allowed(const TensorInfo& out, const TensorInfo& in) const;
-  int run(const Entry& e, const uint64_t* pointers);
+  int run(size_t entry, const uint64_t* pointers);
 
   bool one_tensor_;
   Alias alias_;
   int rank_;
-  std::vector<Entry> entries_;  // few: a linear search is faster than a hash
+  std::vector<Entry> entries_;  // what is used moves to the front, so a linear search is faster than a hash
   nb::object failed_;
 };
 

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from dovetail.coll import arguments as args
 from dovetail.coll import choose, dispatch
 from dovetail.coll.arguments import Alias
 from dovetail.coll.dispatch import Request
-from dovetail.coll.dtypes import reduce_op, reducible
+from dovetail.coll.dtypes import DTYPES, reduce_op, reducible
 from dovetail.coll.recipes import VARIANTS, Collective
 from dovetail.coll.registry import registry
 from dovetail.coll.session import group_of, session
 from dovetail.hw.world import Group
-from dovetail.plan.step import ReduceOp
+from dovetail.plan.step import DType, ReduceOp
 
 _AG, _AA, _AR, _RS = (
     Collective.ALL_GATHER,
@@ -27,7 +29,7 @@ _AG, _AA, _AR, _RS = (
     Collective.ALL_REDUCE,
     Collective.REDUCE_SCATTER,
 )
-_SUM = ReduceOp.SUM
+_SUM, _TORCH_SUM = ReduceOp.SUM, torch.distributed.ReduceOp.SUM
 
 
 def all_gather_into_tensor(
@@ -68,6 +70,7 @@ def all_gather_into_tensor(
         group=g, collective=_AG, key=(1, inp.numel(), inp.dtype, variant), fast=1, requested=variant, size_bytes=n,
         plan_bytes=n,
         pointers=[inp.data_ptr(), out.data_ptr()], bytes=[n, out.nbytes], tensors=(out, inp), params=[],
+        dtype=DTYPES.get(inp.dtype, DType.UINT8),
     )  # fmt: skip
     return dispatch.run(request, async_op, armed)
 
@@ -109,7 +112,8 @@ def all_to_all_single(
         )
     args.apart(out, inp, Alias.SAME, g.rank)
     in_place = inp.data_ptr() == out.data_ptr() and inp.numel() > 0
-    swaps = in_place and variant in ("auto", "swap")
+    choice = choose.variant_for(g, _AA, inp.nbytes, variant, in_place) if in_place else None
+    swaps = choice is not None and choice.variant == "swap"
     if in_place and not swaps:
         inp = inp.clone()  # the others write while they read
     request = Request(
@@ -117,6 +121,7 @@ def all_to_all_single(
         size_bytes=inp.nbytes, plan_bytes=inp.nbytes // g.size,
         pointers=[inp.data_ptr()] if swaps else [inp.data_ptr(), out.data_ptr()],
         bytes=[inp.nbytes] if swaps else [inp.nbytes, out.nbytes], tensors=(out, inp), params=[], in_place=swaps,
+        dtype=DTYPES.get(inp.dtype, DType.UINT8),
     )  # fmt: skip
     return dispatch.run(request, async_op, armed)
 
@@ -135,7 +140,8 @@ def _all_to_all_uneven(
         raise ValueError(f"all_to_all with split sizes has the variants auto, pcpy, pull and torch, not {variant!r}")
     rows = [[n // max(1, t.nbytes // max(1, t.shape[0])) for n in s] for t, s in ((out, receives), (inp, sends))]
     request = Request(
-        group=g, collective=_AA, key=(2, "uneven", inp.dtype, variant), requested=variant, size_bytes=inp.nbytes,
+        group=g, collective=_AA, key=(2, "uneven", inp.dtype, variant), requested=variant,
+        size_bytes=0,  # a choice by size would differ between ranks
         plan_bytes=0, pointers=[inp.data_ptr(), out.data_ptr()], bytes=[inp.nbytes, out.nbytes], tensors=(out, inp),
         params=params, uneven=True, splits=rows,
     )  # fmt: skip
@@ -165,7 +171,7 @@ def all_reduce(
     "twoshot", "torch". Raises as `all_gather_into_tensor`.
     """
     g = (session.group or group_of(None)) if group is None else group_of(group)
-    if op is _SUM and not async_op and 3 in g.fast and variant in g.fast[3]:
+    if (op is _SUM or op is _TORCH_SUM) and not async_op and 3 in g.fast and variant in g.fast[3]:
         status = g.fast[3][variant](tensor)
         if status == 1:
             return None
@@ -193,7 +199,7 @@ def reduce_scatter_tensor(
 ) -> Any:
     """Reduces piece r of every rank's `input` into `output` of rank r. Raises as `all_gather_into_tensor`."""
     g = (session.group or group_of(None)) if group is None else group_of(group)
-    if op is _SUM and not async_op and 4 in g.fast and variant in g.fast[4]:
+    if (op is _SUM or op is _TORCH_SUM) and not async_op and 4 in g.fast and variant in g.fast[4]:
         status = g.fast[4][variant](output, input)
         if status == 1:
             return None
@@ -234,10 +240,11 @@ def broadcast(
             raise dispatch.failed(g)
     t = args.source("tensor", tensor) if g.rank == root else args.target("tensor", tensor)
     request = Request(
-        group=g, collective=Collective.BROADCAST, key=(5, t.nbytes, root, variant), fast=(5, root), requested=variant,
-        size_bytes=t.nbytes, plan_bytes=t.nbytes, pointers=[t.data_ptr(), t.data_ptr()], bytes=[t.nbytes, t.nbytes],
+        group=g, collective=Collective.BROADCAST, key=(5, t.nbytes, t.dtype, root, variant), fast=(5, root),
+        requested=variant, size_bytes=t.nbytes, plan_bytes=t.nbytes, pointers=[t.data_ptr(), t.data_ptr()],
+        bytes=[t.nbytes, t.nbytes],
         tensors=(t,), params=[],
-        root=root,
+        root=root, dtype=DTYPES.get(t.dtype, DType.UINT8),
     )  # fmt: skip
     return dispatch.run(request, async_op, armed)
 
@@ -300,16 +307,21 @@ def _with_list(
     return dispatch.run(request, async_op, armed)
 
 
-def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, *, variant: str = "auto") -> Any:
+def barrier(
+    group: Any = None, async_op: bool = False, device_ids: Any = None, *, variant: str = "auto", armed: bool = False
+) -> Any:
     """Returns when all ranks have called it."""
     g = (session.group or group_of(None)) if group is None else group_of(group)
-    if not async_op and (fast := g.fast.get(8)) is not None and variant in fast and fast[variant]() == 1:
-        return None
+    if not async_op and (fast := g.fast.get(8)) is not None and variant in fast:
+        if fast[variant]() == 1:
+            return None
+        bound = g.calls[8, variant]
+        raise bound.fail(bound.caller.failure())
     request = Request(
         group=g, collective=Collective.BARRIER, key=(8, variant), fast=8, requested=variant, size_bytes=0, plan_bytes=0,
         pointers=[], bytes=[], tensors=(), params=[],
     )  # fmt: skip
-    return dispatch.run(request, async_op)
+    return dispatch.run(request, async_op, armed)
 
 
 def arm(collective: Any, *arguments: Any, **keywords: Any) -> Any:

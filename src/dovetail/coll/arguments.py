@@ -52,6 +52,8 @@ def tensor(name: str, t: Any) -> torch.Tensor:
         raise NotSupported(f"{name} must be a dense tensor, not {t.layout}: call .to_dense()")
     if not t.is_cpu:
         raise NotSupported(f"{name} is on {t.device}; this version moves tensors on the CPU: call .cpu()")
+    if t.numel() and not t.data_ptr():
+        raise NotSupported(f"{name} is a {type(t).__name__} without memory of its own: pass the tensor it wraps")
     return t
 
 
@@ -59,6 +61,8 @@ def target(name: str, t: Any) -> torch.Tensor:
     """A tensor that is written: it must be contiguous, a copy of it would not be the caller's."""
     if not tensor(name, t).is_contiguous():
         raise ValueError(f"{name} must be contiguous, its strides are {tuple(t.stride())}: pass a contiguous tensor")
+    if t.is_neg() or t.is_conj():
+        raise ValueError(f"{name} is a lazily negated or conjugated view: call .resolve_neg() or .resolve_conj()")
     return t  # type: ignore[no-any-return]
 
 

@@ -7,6 +7,7 @@ calls, the baseline.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,9 @@ from dovetail.hw.world import Group
 from dovetail.plan.step import DType, ReduceOp
 
 log = logging.getLogger("dovetail")
+
+#: Shapes that a group remembers.
+_MOST_CALLS = 512
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,6 +55,8 @@ class Request:
 def run(r: Request, async_op: bool, armed: bool = False) -> Any:
     """Runs it. None for a blocking call, a Work for an asynchronous one."""
     usable(r.group)
+    if armed and not async_op:
+        raise ValueError("an armed call is asynchronous: pass async_op=True, or use dovetail.arm")
     bound = r.group.calls.get(r.key)
     if bound is None:
         choice = choose.variant_for(r.group, r.collective, r.size_bytes, r.requested, r.in_place)
@@ -82,6 +88,8 @@ def _bind(r: Request, choice: choose.Choice) -> Bound:
         in_place=r.in_place and choice.variant == "swap",
     )
     bound = Bound(r.group, shape, r.bytes, choice.reason)
+    while len(r.group.calls) >= _MOST_CALLS:
+        r.group.calls.pop(next(iter(r.group.calls)))  # the oldest shape; it is bound again if it comes back
     r.group.calls[r.key] = bound
     registry.add(bound)
     if r.fast and r.op is ReduceOp.SUM:
@@ -108,15 +116,13 @@ def _remember(r: Request, bound: Bound) -> None:
         table = native.load().Table(one_tensor=len(r.tensors) == 1, alias=alias, rank=r.group.rank)
         r.group.tables[key] = table
         r.group.fast.setdefault(r.fast, {})[r.requested] = table.one if len(r.tensors) == 1 else table.two
-    r.group.tables[key].add(r.tensors[0], r.tensors[1] if len(r.tensors) > 1 else None, bound.caller)
+    r.group.tables[key].add(r.tensors[0], r.tensors[1] if len(r.tensors) > 1 else None, bound, bound.caller)
 
 
 def failed(group: Group) -> DovetailError:
     """The error of the last call that the fast path made."""
-    caller = next(c for t in group.tables.values() if (c := t.take_failed()) is not None)
-    bound = next(b for b in group.calls.values() if b.caller is caller)
-    error: DovetailError = bound.fail(caller.failure())
-    return error
+    bound: Bound = next(b for t in group.tables.values() if (b := t.take_failed()) is not None)
+    return bound.fail(bound.caller.failure())
 
 
 def ticket(bound: Bound, chosen: int) -> Ticket:
@@ -136,10 +142,18 @@ def ticket(bound: Bound, chosen: int) -> Ticket:
 
 
 class BaselineWork:
-    """c10d's Work with our `ticket`."""
+    """c10d's Work with our `ticket` and callbacks, so that code need not know who serves it."""
 
     def __init__(self, work: Any, made: Ticket) -> None:
         self._work, self.ticket = work, made
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Calls `callback(work)` when the call is over."""
+        self._work.get_future().add_done_callback(lambda _: callback(self))
+
+    def fire(self) -> BaselineWork:
+        """The baseline has no gate."""
+        raise NotSupported("a call on the baseline can't be armed: choose a variant of ours")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)

@@ -226,8 +226,10 @@ def describe_call(state: dict[str, Any], size: int) -> str:
     if params:
         sends, receives = params[size : 2 * size], params[3 * size : 4 * size]
         parts.append(f"sends {sends} and receives {receives} bytes")
+    if collective not in (Collective.GATHER, Collective.SCATTER, Collective.BARRIER):
+        parts.append(DType(word >> 8 & 0xFF).name.lower())
     if collective in (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER):
-        parts += [DType(word >> 8 & 0xFF).name.lower(), ReduceOp(word >> 16 & 0xFF).name.lower()]
+        parts.append(ReduceOp(word >> 16 & 0xFF).name.lower())
     if collective in (Collective.BROADCAST, Collective.GATHER, Collective.SCATTER):
         parts.append(f"root {word >> 32 & 0xFFFFFF}")
     names = VARIANTS.get(collective, ())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -14,14 +15,24 @@ class Registry:
     """Every bound call's counter, and the calls that went to the baseline."""
 
     def __init__(self) -> None:
-        self._counters: list[tuple[Shape, str, Any]] = []
+        self._counters: dict[int, tuple[Shape, str, Any]] = {}
+        self._past: Counter[tuple[Shape, str]] = Counter()  #: runs of bound calls that are gone
         self._baseline: Counter[tuple[str, str]] = Counter()
         self._lock = threading.Lock()
 
     def add(self, bound: Bound) -> None:
         """A new bound call."""
+        counter, staged = bound.caller.counter, bound.variant_of(1)
         with self._lock:
-            self._counters.append((bound.shape, bound.variant_of(1), bound.caller.counter))
+            self._counters[id(counter)] = (bound.shape, staged, counter)
+        weakref.finalize(bound, self._fold, id(counter))
+
+    def _fold(self, number: int) -> None:
+        """A bound call is gone; its runs still count."""
+        with self._lock:
+            shape, staged, counter = self._counters.pop(number)
+            self._past[shape, shape.variant] += int(counter.direct)
+            self._past[shape, staged] += int(counter.runs) - int(counter.direct)
 
     def count_baseline(self, collective: str, reason: str) -> None:
         """A call that ran on the caller's process group."""
@@ -30,13 +41,12 @@ class Registry:
 
     def stats(self) -> dict[str, Any]:
         """Calls, bytes, engines and fall-backs since the process began, blocking calls included."""
-        rows: list[dict[str, Any]] = []
         with self._lock:
-            for shape, staged, counter in self._counters:
-                runs, direct = int(counter.runs), int(counter.direct)
-                for variant, calls in ((shape.variant, direct), (staged, runs - direct)):
-                    if calls:
-                        rows.append(_row(shape, variant, calls))
+            counts = self._past.copy()
+            for shape, staged, counter in self._counters.values():
+                counts[shape, shape.variant] += int(counter.direct)
+                counts[shape, staged] += int(counter.runs) - int(counter.direct)
+            rows = [_row(shape, variant, calls) for (shape, variant), calls in counts.items() if calls]
             falls: list[dict[str, Any]] = [
                 {"collective": c, "variant": "torch", "calls": n, "reason": r} for (c, r), n in self._baseline.items()
             ]

@@ -53,9 +53,9 @@ def init(timeout: Any = None) -> Group:
         raise ValueError(f"DOVETAIL_VARIANT={forced!r} is no variant; there are {', '.join(sorted(known))}")
     seconds = None if timeout is None else float(getattr(timeout, "total_seconds", lambda: timeout)())
     rank, size, token, local = _find_place()
-    session.count += 1
     told = choose.notice(size)
-    session.world = World(rank, size, token=f"{token}-{session.count}", notice=told, timeout_s=seconds, local=local)
+    session.world = World(rank, size, token=f"{token}-{session.count + 1}", notice=told, timeout_s=seconds, local=local)
+    session.count += 1
     session.group = session.world.group
     session.torch_groups = {}
     log.setLevel(env.log_level())

@@ -78,6 +78,27 @@ class Work:
                 return
         callback(self)
 
+    def result(self) -> list[Any]:
+        """The tensors of a call that is over."""
+        self.wait()
+        return list(self._tensors)
+
+    def get_future(self) -> Any:
+        """A torch Future of `result()`, as c10d's Work has it."""
+        import torch
+
+        future: Any = torch.futures.Future()
+
+        def settle(work: Work) -> None:
+            error = work.exception()
+            if error is None:
+                future.set_result(list(work._tensors))
+            else:
+                future.set_exception(error)
+
+        self.add_done_callback(settle)
+        return future
+
     @property
     def ticket(self) -> Ticket:
         """Choice, reason, engine, bytes and cores. Final once the call is over."""

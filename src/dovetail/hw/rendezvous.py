@@ -53,9 +53,9 @@ def meet(token: str, rank: int, size: int, memory_bytes: int, notice: bytes, tim
     }
     deadline = time.monotonic() + timeout_s
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(_listen(token, rank, size))
-        below = [stack.enter_context(_connect(token, r, deadline)) for r in range(rank)]
         try:
+            listener = stack.enter_context(_listen(token, rank, size))
+            below = [stack.enter_context(_connect(token, r, deadline)) for r in range(rank)]
             for link in below:
                 _send(link, hello, memory, deadline)
             for _ in range(rank + 1, size):

@@ -65,12 +65,11 @@ class World:
         members = rendezvous.meet(self.token, self.rank, self.size, env.heap_bytes(), notice, self.timeout_s)
         self.notices = [m.notice for m in members]
         spins = _SPINS_ALONE if self.size <= (os.cpu_count() or 1) else _SPINS_SHARED
-        self._pidfds = [m.pidfd for m in members]
         try:
             self._native = module.World(
                 rank=self.rank,
                 fds=[m.memory_fd for m in members],
-                pidfds=self._pidfds,
+                pidfds=[m.pidfd for m in members],
                 bytes=[m.memory_bytes for m in members],
                 engines=env.engines(),
                 spins=spins,
@@ -79,7 +78,9 @@ class World:
             raise HardwareError(str(error)) from error
         finally:
             for m in members:
-                os.close(m.memory_fd)  # the mapping holds the memory
+                os.close(m.memory_fd)  # the native world has its own
+                if m.pidfd >= 0:
+                    os.close(m.pidfd)
 
     @property
     def native(self) -> Any:
@@ -99,13 +100,21 @@ class World:
             raise ValueError(f"ranks must be different and in 0..{self.size - 1}, not {list(members)}")
         if self.rank not in members:
             raise ValueError(f"rank {self.rank} is not one of {list(members)}: only members make a group")
-        with self._lock:
-            if not name:
+        with self._lock:  # for the name only: joining waits for others
+            counted = not name
+            name = name or f"#{self._counts.get(members, 0) + 1}"
+            if (members, name) in self._groups:
+                return self._groups[members, name]
+            if counted:
                 self._counts[members] = self._counts.get(members, 0) + 1
-                name = f"#{self._counts[members]}"
-            if (members, name) not in self._groups:
-                self._groups[members, name] = Group(self, members, name)
-            return self._groups[members, name]
+        try:
+            made = Group(self, members, name)
+        except BaseException:
+            if counted:
+                self._counts[members] -= 1  # who tries again meets the others under the same name
+            raise
+        with self._lock:
+            return self._groups.setdefault((members, name), made)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor on this rank's part of the heap."""
@@ -137,9 +146,6 @@ class World:
         if self._native is not None:
             self._native.stop()
             self._native = None  # memory goes with the last tensor over it
-            for fd in self._pidfds:
-                if fd >= 0:
-                    os.close(fd)
         _worlds.discard(self)
 
     def _dead_after_fork(self) -> None:
@@ -149,6 +155,9 @@ class World:
         self._native = None
         for g in self._groups.values():
             g.native = None
+            for known in (g.calls, g.tables, g.fast):
+                native.keep(dict(known))
+                known.clear()
         self._groups = {}
 
     def __enter__(self) -> World:

@@ -6,6 +6,7 @@ tests, and whatever imports and exports signals.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -107,8 +108,9 @@ class PlanRunner:
         given = [tensors.get(n) for n in self._names]
         pointers = [0 if t is None else t.data_ptr() for t in given]
         sizes = [0 if t is None else t.nbytes for t in given]
-        ticket = self._caller.start(pointers, sizes, list(params), gated, None)
-        return PlanTicket(self, ticket, tuple(given))
+        held = tuple(given)  # until the run is over, also if the ticket is dropped
+        ticket = self._caller.start(pointers, sizes, list(params), gated, functools.partial(_let_go, held))
+        return PlanTicket(self, ticket, held)
 
     def _has(self, name: str) -> bool:
         buffer = self.plan.buffers[self._layout.user[self._names.index(name)]]
@@ -125,6 +127,10 @@ class PlanRunner:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._caller = None
+
+
+def _let_go(_: tuple[Any, ...]) -> None:
+    """Called when a run is over; its argument lived until then."""
 
 
 def _no_planner(_: int) -> None:

@@ -59,7 +59,7 @@ def _mismatch(group: Group, plan: Plan | None, failure: dict[str, Any], describe
     shown = (
         {plan.params[a].rank, plan.params[b].rank} if plan is not None and splits else {group.rank, failure["about"]}
     )
-    states = {r: group.native.peer_state(r, failure["slot"], failure["lane"]) for r in shown}
+    states = {r: failure["states"][r] for r in shown}
     calls = {r: describe(state, group.size) for r, state in states.items()}
     if plan is None or not splits:
         return MismatchError(f"the ranks of {group} do not make the same call; nothing was moved", calls=calls)
@@ -94,13 +94,15 @@ def _step_text(plan: Plan, rank: int, queue: int, step: int) -> str:
 
 
 def _late(group: Group, plan: Plan | None, failure: dict[str, Any]) -> str:
+    if failure["states"][group.rank]["entered"] != failure["run"]:
+        return "an earlier call of this rank is not over: was one armed and never fired?"
     lines = []
     for r in range(group.size):
         if r == group.rank:
             continue
-        state = group.native.peer_state(r, failure["slot"], failure["lane"])
+        state = failure["states"][r]
         if state["entered"] != failure["run"]:
-            lines.append(f"rank {r} has not entered it (its last run here was {state['finished']})")
+            lines.append(f"rank {r} has not entered it (the last run it finished is {state['last']})")
         elif state["finished"] < failure["run"]:
             parked = state["parked"]
             if plan is not None and parked >> 32 == failure["run"]:
