@@ -32,8 +32,10 @@ Control* find_control(const Mapping& memory, uint64_t key) {
   Header* h = memory.header();
   const uint64_t n = std::min<uint64_t>(h->num_groups.load(std::memory_order_acquire), kDirectory);
   for (uint64_t i = 0; i < n; ++i)
-    if (h->directory[i].key.load(std::memory_order_acquire) == key)
-      return reinterpret_cast<Control*>(memory.base() + h->directory[i].offset);
+    if (h->directory[i].key.load(std::memory_order_acquire) == key) {
+      auto* control = reinterpret_cast<Control*>(memory.base() + h->directory[i].offset);
+      if (!control->abort.word.load(std::memory_order_acquire)) return control;  // not one that was given up
+    }
   return nullptr;
 }
 

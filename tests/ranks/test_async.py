@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from typing import Any
@@ -242,5 +246,82 @@ def test_tickets_and_stats(pools: Any, world: int) -> None:
         choice = dovetail.explain("all_reduce", 1 << 20)
         assert choice.variant in ("oneshot", "twoshot")
         assert choice.reason
+
+    pools.get(world).run(job)
+
+
+@pytest.mark.parametrize("world", [2])
+def test_the_clock_of_an_armed_call_starts_with_fire(spare_pool: Any, world: int) -> None:
+    def job() -> None:
+        g = workers.world()
+        g.set_timeout(0.5)
+        t = _input(1, g.rank)
+        work = dovetail.arm(dovetail.all_reduce, t)
+        with pytest.raises(dovetail.errors.Timeout, match="it goes on"):
+            work.wait(1.0)
+        work.fire().wait()
+        assert workers.same(t, _expected(1, g.size))
+
+    spare_pool(world).run(job)
+
+
+@pytest.mark.parametrize("world", [2])
+def test_too_many_behind_an_armed_call(spare_pool: Any, world: int) -> None:
+    """An armed call holds its lane; the error of the call that waits for it says so."""
+
+    def job() -> str:
+        g = workers.world()
+        g.set_timeout(0.5)
+        dovetail.arm(dovetail.all_reduce, dovetail.zeros(10))
+        for _ in range(3):
+            dovetail.barrier()
+        with pytest.raises(dovetail.errors.Timeout) as caught:
+            dovetail.barrier()
+        return str(caught.value)
+
+    assert any("armed and never fired" in text for text in spare_pool(world).run(job))
+
+
+def test_pending_work_at_exit() -> None:
+    """A script that ends with work in flight, its Work dropped, ends well."""
+    code = (
+        "import torch, dovetail\n"
+        "def work():\n"
+        "    g = dovetail.init()\n"
+        "    for _ in range(20):\n"
+        "        dovetail.all_reduce(dovetail.empty(1 << 18), async_op=True)\n"
+        "    return g.rank\n"
+        "if __name__ == '__main__':\n"
+        "    print(dovetail.launch(work, ranks=2))\n"
+        "    dovetail.all_reduce(dovetail.empty(1 << 22), async_op=True)\n"
+    )
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
+        script.write(code)
+        script.flush()
+        env = {k: v for k, v in os.environ.items() if not k.startswith("DOVETAIL_")}
+        command = [sys.executable, script.name]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "[0, 1]"), done.stderr
+    assert "terminate" not in done.stderr
+
+
+@pytest.mark.parametrize("world", [2])
+def test_futures(pools: Any, world: int) -> None:
+    """c10d's get_future and result, on our variants and on the baseline."""
+
+    def job() -> None:
+        g = workers.world()
+        for variant in ("auto", "torch"):
+            t = _input(4, g.rank)
+            work = dovetail.all_reduce(t, async_op=True, variant=variant)
+            over = threading.Event()
+            work.add_done_callback(lambda _, over=over: over.set())
+            work.wait()
+            assert over.wait(20)
+            assert workers.same(t, _expected(4, g.size))
+        future = dovetail.all_reduce(_input(5, g.rank), async_op=True).get_future()
+        assert workers.same(future.wait()[0], _expected(5, g.size))
+        with pytest.raises(ValueError, match="armed call is asynchronous"):
+            dovetail.all_reduce(_input(6, g.rank), armed=True)
 
     pools.get(world).run(job)

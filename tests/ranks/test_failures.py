@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -216,12 +218,24 @@ def test_heap_is_full(spare_pool: Callable[..., Any]) -> None:
     def job() -> int:
         held = [dovetail.empty(1 << 20) for _ in range(10)]
         with pytest.raises(dovetail.errors.HardwareError, match="no room"):
-            dovetail.empty(64 << 20)
+            dovetail.empty(15 << 20)
         before = workers.world().world.used_bytes
         held.clear()
         return before - workers.world().world.used_bytes
 
     assert pool.run(job)[0] == 10 * (4 << 20)
+
+
+def test_the_machine_is_full(spare_pool: Callable[..., Any]) -> None:
+    """More than there is memory is refused before the kernel has to end somebody."""
+    pool = spare_pool(1, {"DOVETAIL_HEAP": "8T"})
+
+    def job() -> None:
+        with pytest.raises(dovetail.errors.HardwareError, match="are available on this machine"):
+            dovetail.empty(1 << 40)
+        dovetail.all_reduce(dovetail.zeros(10))
+
+    pool.run(job)
 
 
 def test_tensor_outlives_the_world(spare_pool: Callable[..., Any]) -> None:
@@ -257,3 +271,92 @@ def test_forked_child_is_no_rank(spare_pool: Callable[..., Any]) -> None:
         return os.waitstatus_to_exitcode(status) == 0
 
     assert pool.run(job) == [True, True]
+
+
+def test_forked_child_leaves_the_heap_alone(spare_pool: Callable[..., Any]) -> None:
+    """A child that drops the parent's tensors, groups and calls must not punch holes into memory that ranks share."""
+    pool = spare_pool(2)
+
+    def job() -> list[float]:
+        g = workers.world()
+        t = dovetail.zeros(1 << 16).fill_(7.0)
+        work = dovetail.all_reduce(t, async_op=True)
+        work.wait()
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                work.wait()
+                dovetail.all_reduce(t, group=g)
+            except (DovetailError, RuntimeError):
+                status = 0
+            del t, g, work
+            gc.collect()
+            os._exit(status)
+        _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        dovetail.barrier()
+        return [t.min().item(), t.max().item()]
+
+    assert pool.run(job) == [[14.0, 14.0]] * 2
+
+
+def test_a_group_that_was_not_joined(spare_pool: Callable[..., Any]) -> None:
+    """Who gave up a join leaves nothing behind that a late peer could write to; both can try again."""
+    pool = spare_pool(2, {"DOVETAIL_TIMEOUT": "0.4"})
+
+    def job() -> bool:
+        w = workers.world().world
+        w.timeout_s = 0.4
+        if w.rank == 1:
+            time.sleep(1.0)  # late: rank 0 is seen to give up
+        with pytest.raises(Timeout, match="did not join"):
+            w.new_group([0, 1])
+        t = dovetail.zeros(100_000)
+        time.sleep(2.0 if w.rank == 0 else 0.0)  # until rank 1 has given up too
+        w.timeout_s = 20.0
+        again = w.new_group([0, 1])
+        again.set_timeout(20.0)
+        workers.all_reduce("auto", "symmetric", 100, torch.float32, "sum", 1, again)
+        return bool((t == 0).all())
+
+    assert pool.run(job) == [True, True]
+
+
+def test_groups_come_and_go(spare_pool: Callable[..., Any]) -> None:
+    """Closed groups give their memory back; there can be more of them over time than at once."""
+    pool = spare_pool(2)
+
+    def job() -> int:
+        w = workers.world().world
+        for round_ in range(60):
+            g = w.new_group([0, 1])
+            workers.all_reduce("oneshot", "ordinary", 1000, torch.float32, "sum", round_, g)
+            g.close()
+            del g
+            if round_ == 9:
+                early = w.used_bytes
+        dovetail.barrier()
+        return w.used_bytes - early
+
+    assert max(pool.run(job)) < 4 << 20
+
+
+def test_interrupted_wait(spare_pool: Callable[..., Any]) -> None:
+    """Ctrl-C reaches a rank that waits for a peer, blocking or not, and the peer is told."""
+    pool = spare_pool(2)
+
+    def job(blocking: bool) -> str:
+        g = workers.world()
+        if g.rank == 1:
+            time.sleep(1.0)  # the interrupt comes while rank 0 waits
+            with pytest.raises(PeerError) as caught:
+                dovetail.all_reduce(dovetail.zeros(10))
+            return str(caught.value)
+        timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            dovetail.all_reduce(dovetail.zeros(10))
+        return ""
+
+    assert "failed on rank 0" in pool.run(job, True)[1]

@@ -54,7 +54,7 @@ def all_gather_into_tensor(
         PeerError, Timeout: a rank died, or made no progress; the group is broken.
     """
     g = (session.group or group_of(None)) if group is None else group_of(group)
-    if not async_op and 1 in g.fast and variant in g.fast[1]:
+    if not (async_op or armed) and 1 in g.fast and variant in g.fast[1]:
         status = g.fast[1][variant](output_tensor, input_tensor)
         if status == 1:
             return None
@@ -96,7 +96,7 @@ def all_to_all_single(
     uneven = bool(output_split_sizes) or bool(input_split_sizes)
     if uneven:
         return _all_to_all_uneven(output, input, output_split_sizes, input_split_sizes, g, async_op, variant, armed)
-    if not async_op and 2 in g.fast and variant in g.fast[2]:
+    if not (async_op or armed) and 2 in g.fast and variant in g.fast[2]:
         status = g.fast[2][variant](output, input)
         if status == 1:
             return None
@@ -171,7 +171,7 @@ def all_reduce(
     "twoshot", "torch". Raises as `all_gather_into_tensor`.
     """
     g = (session.group or group_of(None)) if group is None else group_of(group)
-    if (op is _SUM or op is _TORCH_SUM) and not async_op and 3 in g.fast and variant in g.fast[3]:
+    if (op is _SUM or op is _TORCH_SUM) and not (async_op or armed) and 3 in g.fast and variant in g.fast[3]:
         status = g.fast[3][variant](tensor)
         if status == 1:
             return None
@@ -199,7 +199,7 @@ def reduce_scatter_tensor(
 ) -> Any:
     """Reduces piece r of every rank's `input` into `output` of rank r. Raises as `all_gather_into_tensor`."""
     g = (session.group or group_of(None)) if group is None else group_of(group)
-    if (op is _SUM or op is _TORCH_SUM) and not async_op and 4 in g.fast and variant in g.fast[4]:
+    if (op is _SUM or op is _TORCH_SUM) and not (async_op or armed) and 4 in g.fast and variant in g.fast[4]:
         status = g.fast[4][variant](output, input)
         if status == 1:
             return None
@@ -232,7 +232,7 @@ def broadcast(
     """Copies the root's `tensor` to all ranks. `src` is its rank in the world, `group_src` that in the group."""
     g = (session.group or group_of(None)) if group is None else group_of(group)
     root = args.root_rank(g, "src", src, group_src)
-    if not async_op and (fast := g.fast.get((5, root))) is not None and variant in fast:
+    if not (async_op or armed) and (fast := g.fast.get((5, root))) is not None and variant in fast:
         status = fast[variant](tensor)
         if status == 1:
             return None
@@ -312,10 +312,9 @@ def barrier(
 ) -> Any:
     """Returns when all ranks have called it."""
     g = (session.group or group_of(None)) if group is None else group_of(group)
-    if not async_op and (fast := g.fast.get(8)) is not None and variant in fast:
-        if fast[variant]() == 1:
+    if not (async_op or armed) and (bound := g.barriers.get(variant)) is not None:
+        if bound.caller.run_empty() == 1:
             return None
-        bound = g.calls[8, variant]
         raise bound.fail(bound.caller.failure())
     request = Request(
         group=g, collective=Collective.BARRIER, key=(8, variant), fast=8, requested=variant, size_bytes=0, plan_bytes=0,

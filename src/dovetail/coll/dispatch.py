@@ -108,7 +108,7 @@ _ALIAS = {
 def _remember(r: Request, bound: Bound) -> None:
     """Lets the fast path find this call by its tensors."""
     if not r.tensors:
-        r.group.fast.setdefault(r.fast, {})[r.requested] = bound.caller.run_empty
+        r.group.barriers[r.requested] = bound
         return
     key = (r.fast, r.requested)
     if key not in r.group.tables:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail import env
 from dovetail.errors import DovetailError, HardwareError, NotSupported, PeerError, Timeout
-from dovetail.hw import rendezvous
+from dovetail.hw import memory, rendezvous
 from dovetail.hw.cpu import native
 
 if TYPE_CHECKING:
@@ -126,6 +126,7 @@ class World:
         if items == 0:
             return torch.empty(tuple(shape), dtype=dtype)
         size_bytes = items * dtype.itemsize
+        memory.require(size_bytes)
         try:
             raw: torch.Tensor = self.native.alloc(size_bytes)
         except MemoryError as error:
@@ -155,7 +156,7 @@ class World:
         self._native = None
         for g in self._groups.values():
             g.native = None
-            for known in (g.calls, g.tables, g.fast):
+            for known in (g.calls, g.tables, g.fast, g.barriers):
                 native.keep(dict(known))
                 known.clear()
         self._groups = {}
@@ -179,6 +180,7 @@ class Group:
         self.calls: dict[Any, Any] = {}  #: bound calls by shape; filled and read by `dovetail.coll`
         self.tables: dict[Any, Any] = {}  #: native tables from tensors to bound calls, likewise
         self.fast: dict[Any, dict[str, Any]] = {}  #: collective -> variant -> the method of such a table
+        self.barriers: dict[str, Any] = {}  #: variant -> the bound barrier
         self.baseline: Any = None  #: the torch process group that stands behind variant "torch"
         self.keep: list[Any] = []  #: what must live as long as the group
         self.native: Any = None
@@ -233,6 +235,7 @@ class Group:
         self.calls.clear()
         self.tables.clear()
         self.fast.clear()
+        self.barriers.clear()
         self.world._groups.pop((self.ranks, self.name), None)
 
     def __enter__(self) -> Group:
