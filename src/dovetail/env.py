@@ -52,6 +52,9 @@ VARIABLES: Mapping[str, Variable] = {
         default="~/.cache/dovetail/profile.json",
         doc="The profile to load, and where `dovetail tune` saves one.",
     ),
+    "DOVETAIL_RANK": Variable(
+        kind="integer >= 0", default="unset", doc="Internal: set by a launcher, the rank of this process."
+    ),
     "DOVETAIL_RENDEZVOUS": Variable(
         kind="token", default="unset", doc="Internal: set by a launcher so that its ranks find each other."
     ),
@@ -63,6 +66,9 @@ VARIABLES: Mapping[str, Variable] = {
     ),
     "DOVETAIL_VARIANT": Variable(
         kind="name of a variant", default="unset", doc="Force a variant where `auto` would choose, such as `pcpy`."
+    ),
+    "DOVETAIL_WORLD_SIZE": Variable(
+        kind="integer >= 1", default="unset", doc="Internal: set by a launcher, the number of ranks."
     ),
 }
 
@@ -141,6 +147,25 @@ def log_level() -> str:
     if text not in _LEVELS:
         raise _wrong("DOVETAIL_LOG", text)
     return text.upper()
+
+
+def rank() -> int | None:
+    """The rank that a launcher of ours gave this process."""
+    return _count("DOVETAIL_RANK", 0)
+
+
+def world_size() -> int | None:
+    """The number of ranks that a launcher of ours started."""
+    return _count("DOVETAIL_WORLD_SIZE", 1)
+
+
+def _count(name: str, least: int) -> int | None:
+    text = _get(name)
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) < least:
+        raise _wrong(name, text)
+    return int(text)
 
 
 def rendezvous() -> str | None:

@@ -14,10 +14,12 @@ ACCESSORS: dict[str, Callable[[], object]] = {
     "DOVETAIL_HEAP": env.heap_bytes,
     "DOVETAIL_LOG": env.log_level,
     "DOVETAIL_PROFILE": env.profile_path,
+    "DOVETAIL_RANK": env.rank,
     "DOVETAIL_RENDEZVOUS": env.rendezvous,
     "DOVETAIL_REQUIRE": env.require,
     "DOVETAIL_TIMEOUT": env.timeout_s,
     "DOVETAIL_VARIANT": env.variant,
+    "DOVETAIL_WORLD_SIZE": env.world_size,
 }
 
 
@@ -40,10 +42,12 @@ def test_every_variable_has_an_accessor() -> None:
         ("DOVETAIL_HEAP", 64 << 30),
         ("DOVETAIL_LOG", "WARNING"),
         ("DOVETAIL_PROFILE", Path("~/.cache/dovetail/profile.json").expanduser()),
+        ("DOVETAIL_RANK", None),
         ("DOVETAIL_RENDEZVOUS", None),
         ("DOVETAIL_REQUIRE", frozenset()),
         ("DOVETAIL_TIMEOUT", 300.0),
         ("DOVETAIL_VARIANT", None),
+        ("DOVETAIL_WORLD_SIZE", None),
     ],
 )
 @pytest.mark.parametrize("unset", ["absent", "empty", "blank"])
@@ -64,10 +68,12 @@ def test_default(name: str, value: object, unset: str, monkeypatch: pytest.Monke
         ("DOVETAIL_HEAP", "1048576", 1 << 20),
         ("DOVETAIL_LOG", "Debug", "DEBUG"),
         ("DOVETAIL_PROFILE", "/some/file.json", Path("/some/file.json")),
+        ("DOVETAIL_RANK", "0", 0),
         ("DOVETAIL_RENDEZVOUS", "abc", "abc"),
         ("DOVETAIL_REQUIRE", "openmpi, Browser,", frozenset({"openmpi", "browser"})),
         ("DOVETAIL_TIMEOUT", "2.5", 2.5),
         ("DOVETAIL_VARIANT", "pcpy", "pcpy"),
+        ("DOVETAIL_WORLD_SIZE", "8", 8),
     ],
 )
 def test_given(name: str, text: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,9 @@ def _find_place() -> tuple[int, int, str, bool]:
     if dist is not None:
         return _from_torch(dist)
     token = env.rendezvous()
+    ours = env.rank(), env.world_size()
+    if ours[0] is not None and ours[1] is not None:
+        return ours[0], ours[1], token or _launcher_token(), True
     for rank_name, size_name in _LAUNCHERS:
         if rank_name not in os.environ or size_name not in os.environ:
             continue
@@ -84,7 +87,6 @@ def _find_place() -> tuple[int, int, str, bool]:
 
 
 _LAUNCHERS = (
-    ("DOVETAIL_RANK", "DOVETAIL_WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("RANK", "WORLD_SIZE"),
 )
