@@ -52,6 +52,11 @@ void Engine::stop() {
   }
   wake_.notify_all();
   for (std::thread& t : ending) t.join();
+  // What is still here belongs to groups that are closed by now: it fails, and lets its tensors go.
+  Runs runs;
+  uint64_t version = 0;
+  refresh(runs, version);
+  sweep(runs);
 }
 
 bool Engine::drive_alone(Run& run, int64_t budget_ns) {
