@@ -7,7 +7,7 @@
 namespace dovetail {
 
 // From this size on a copy goes past the cache: its destination is not read soon and would evict what is.
-// Measured value, see docs/design/hw-cpu.md; set once at start-up.
+// Chosen, not yet swept: docs/design/hw-cpu.md says so. Set once at start-up.
 extern size_t streaming_bytes;
 
 void copy_bytes(char* dst, const char* src, size_t n, bool streaming);

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from dovetail.plan import step as st
 from dovetail.plan.step import Rows
 
-#: Defaults of the staging ring; docs/design/plan.md has the measurement behind them.
+#: Defaults of the staging ring: chosen to fit a second-level cache, not yet swept (docs/design/plan.md).
 CHUNK_BYTES = 128 << 10
 SLOTS = 4
 
