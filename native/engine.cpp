@@ -4,6 +4,7 @@
 #include <time.h>
 
 #include <algorithm>
+#include <iterator>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -124,9 +125,14 @@ void Engine::submit(std::shared_ptr<Run> run) {
 
 void Engine::refresh(Runs& runs, uint64_t& version) {
   if (version_.load(std::memory_order_acquire) == version) return;
+  // A run that goes for good takes the interpreter to let its Python objects go, and who holds that may be waiting for
+  // this lock: so nothing is destroyed before the lock is released.
+  Runs dropped = std::move(runs);
   std::lock_guard lock(mutex_);
-  const auto over = [](const std::shared_ptr<Run>& r) { return r->finished(); };
-  active_.erase(std::remove_if(active_.begin(), active_.end(), over), active_.end());
+  const auto kept = std::stable_partition(active_.begin(), active_.end(),
+                                          [](const std::shared_ptr<Run>& r) { return !r->finished(); });
+  dropped.insert(dropped.end(), std::make_move_iterator(kept), std::make_move_iterator(active_.end()));
+  active_.erase(kept, active_.end());
   num_active_.store(static_cast<int>(active_.size()), std::memory_order_release);
   runs = active_;
   version = version_.load(std::memory_order_relaxed);
@@ -155,10 +161,11 @@ void Engine::loop() {
         return stopping_ || (!active_.empty() && (num_runners_ > 1 || drivers_.load(std::memory_order_acquire) == 0));
       });
       if (stopping_) return;
-      if (active_.empty()) {
-        runs.clear();
-        continue;
-      }
+    }
+    if (idle()) {
+      runs.clear();  // without the lock, as in refresh()
+      version = 0;   // runs no longer are what that version had
+      continue;
     }
     if (num_runners_ == 1 && drivers_.load(std::memory_order_acquire) > 0) continue;
     refresh(runs, version);

@@ -88,6 +88,22 @@ def test_gate_and_parameters(pools: Any, world: int) -> None:
     pools.get(world).run(job)
 
 
+@pytest.mark.parametrize("world", [3])
+def test_runners_that_live_for_one_run(pools: Any, world: int) -> None:
+    """The engine drops the last reference to a runner's call while the caller goes on to the next: neither waits."""
+
+    def job() -> None:
+        g = workers.world()
+        inp, out = dovetail.empty(32), dovetail.empty(32 * g.size)
+        for seed in range(150):
+            inp.copy_(workers.data(seed, g.rank, 32, torch.float32))
+            PlanRunner(g, passes.entry(all_gather.pcpy(g.size, 128))).submit({"input": inp, "output": out}).wait(20)
+            assert workers.same(out, torch.cat([workers.data(seed, r, 32, torch.float32) for r in range(g.size)]))
+            dovetail.barrier()
+
+    pools.get(world).run(job)
+
+
 @pytest.mark.parametrize("world", [2])
 def test_refused(pools: Any, world: int) -> None:
     def job() -> None:
