@@ -90,6 +90,7 @@ class World {
   const std::shared_ptr<Engine>& engine() const { return engine_; }
   bool contains(uint64_t p, uint64_t n) const { return arena_->contains(reinterpret_cast<void*>(p), n); }
   size_t used_bytes() const { return arena_->used_bytes(); }
+  uint64_t base(int r) const { return reinterpret_cast<uint64_t>(peers_.at(r)->memory->base()); }
   bool peer_dead(int r) const { return peers_.at(r)->dead(); }
 
  private:

@@ -77,6 +77,7 @@ NB_MODULE(_native, m) {
       .def("alloc", &World::alloc)
       .def("group", &World::group, "ranks"_a, "rank"_a, "key"_a, "timeout_s"_a, "max_params"_a)
       .def("contains", &World::contains)
+      .def("base", &World::base)
       .def("peer_dead", &World::peer_dead)
       .def("stop", &World::stop)
       .def("forked", [](World& w) { w.engine()->forked(); })

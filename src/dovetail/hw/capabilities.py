@@ -19,6 +19,16 @@ class Capabilities:
     runs_in_flight: int  #: of one group
     compute_cores: int  #: cores that a transfer takes from computation
 
+    # What GPUs differ in.
+    batched_copy: bool = False  #: many copies in one call
+    most_batched: int = 0  #: entries that one such call may have
+    strided_batch: bool = False  #: many strided copies in one call
+    stream_gates: bool = False  #: streams can wait for, and write, 64-bit words in memory
+    ipc: bool = False  #: processes can map each other's device memory by handles
+    vmm: bool = False  #: device memory can be exported as file descriptors
+    partition: bool = False  #: multiprocessors (compute units) can be reserved
+    engine_choice: bool = False  #: a copy can be put on a chosen engine, behind dependency signals
+
 
 CPU = Capabilities(
     backend="cpu",

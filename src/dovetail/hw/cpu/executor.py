@@ -15,7 +15,8 @@ from dovetail import env
 from dovetail.errors import DovetailError, PlanError, Timeout
 from dovetail.hw.cpu import native
 from dovetail.hw.cpu.failure import error_of
-from dovetail.hw.cpu.program import compile_plan, layout_of
+from dovetail.hw.cpu.program import compile_plan
+from dovetail.hw.layout import layout_of
 from dovetail.hw.world import Group
 from dovetail.plan.check import check
 from dovetail.plan.plan import ABSENT, Plan, SignalKind
@@ -111,6 +112,12 @@ class PlanRunner:
         held = tuple(given)  # until the run is over, also if the ticket is dropped
         ticket = self._caller.start(pointers, sizes, list(params), gated, functools.partial(_let_go, held))
         return PlanTicket(self, ticket, held)
+
+    def run(self, tensors: Sequence[Any]) -> None:
+        """Runs it and blocks; `tensors` in the plan's order of buffers. The quickest way, without parameters."""
+        caller = self._caller
+        if caller.run([t.data_ptr() for t in tensors], [t.nbytes for t in tensors], []) != 1:
+            raise self.error(caller.failure())
 
     def _has(self, name: str) -> bool:
         buffer = self.plan.buffers[self._layout.user[self._names.index(name)]]

@@ -6,7 +6,6 @@ and which counter a signal is. The handshake and the gate at the head of the que
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,67 +13,10 @@ import numpy as np
 from dovetail.errors import NotSupported, PlanError
 from dovetail.hw.capabilities import CPU
 from dovetail.hw.cpu import native
+from dovetail.hw.layout import SCRATCH_ROLES, Layout, layout_of, numbered
 from dovetail.plan import step as st
-from dovetail.plan.plan import AT_RUN, Plan, Role, SignalKind
+from dovetail.plan.plan import Plan, Role, SignalKind
 from dovetail.plan.step import NONE, Op, Rows
-
-_PLACE = {Role.SCRATCH: 1, Role.VIEW: 2}
-_ALIGN = 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """What the ranks tell each other about a plan's buffers."""
-
-    user: tuple[int, ...]  #: buffers that the caller gives, in the order of its pointers
-    input: int  #: position among `user` that is posted first: what peers read
-    output: int  #: position that is posted second: what peers write; NONE if there is none
-    scratch: tuple[int, ...]  #: offset of each buffer in a rank's scratch memory
-    scratch_bytes: int  #: 0 if there is none; NONE if it is as large as the input
-
-
-def layout_of(plan: Plan) -> Layout:
-    """Orders buffers; raises `NotSupported` if peers touch more than two of a caller's."""
-    user = tuple(n for n, b in enumerate(plan.buffers) if b.role not in _PLACE)
-    first, second = _posted(plan, user)
-    scratch, at, grows = [], 0, False
-    for b in plan.buffers:
-        scratch.append(at)
-        if b.role in _PLACE:
-            grows = grows or AT_RUN in b.sizes
-            at += -(-max(0, *b.sizes) // _ALIGN) * _ALIGN
-    return Layout(user=user, input=first, output=second, scratch=tuple(scratch), scratch_bytes=NONE if grows else at)
-
-
-def _posted(plan: Plan, user: tuple[int, ...]) -> tuple[int, int]:
-    """Which of the caller's buffers a slot names: the first that is filled and the first output, if that is enough.
-
-    Direct and staged plans of one collective have the same buffers first, so they agree on this.
-    """
-    filled = [k for k, n in enumerate(user) if plan.buffers[n].role in (Role.INPUT, Role.INOUT, Role.OUTSIDE)]
-    outputs = [k for k, n in enumerate(user) if plan.buffers[n].role is Role.OUTPUT]
-    usual = (filled[0] if filled else 0, outputs[0] if outputs else NONE)
-    remote = _touched_by_others(plan)
-    wanted = [k for k, n in enumerate(user) if n in remote]
-    if set(wanted) <= set(usual):
-        return usual
-    if len(wanted) > 2:
-        names = ", ".join(plan.buffers[user[k]].name for k in wanted)
-        raise NotSupported(f"plan {plan.name}: peers touch {names}; this executor lets them touch at most two buffers")
-    return wanted[0], wanted[1] if len(wanted) > 1 else NONE
-
-
-def _touched_by_others(plan: Plan) -> set[int]:
-    """Buffers with an operand that is not on the rank of the queue, views counted as what they show."""
-    found: set[int] = set()
-    for q in plan.queues:
-        for side in ("src", "dst", "dst2"):
-            far = (q.steps[f"{side}_rank"] != q.rank) & (q.steps[f"{side}_buffer"] != NONE)
-            found.update(q.steps[f"{side}_buffer"][far].tolist())
-        for row in q.steps[q.steps["op"] == Op.REDUCE]:
-            sources = plan.sources[row["first_source"] : row["first_source"] + row["num_sources"]]
-            found.update(sources["buffer"][sources["rank"] != q.rank].tolist())
-    return found | {plan.buffers[n].of for n in found if plan.buffers[n].role is Role.VIEW}
 
 
 def compile_plan(plan: Plan, rank: int, layout: Layout | None = None) -> Any:
@@ -86,8 +28,8 @@ def compile_plan(plan: Plan, rank: int, layout: Layout | None = None) -> Any:
     bounds = np.cumsum([0] + [len(q) for q in queues]).tolist()
     steps = st.sequence(*queues)
     stamps = steps["value"][steps["op"] == Op.STAMP]
-    homes = _number([s.rank for s in plan.signals])
-    params = _number([p.rank for p in plan.params])
+    homes = numbered([s.rank for s in plan.signals])
+    params = numbered([p.rank for p in plan.params])
     module = native.load()
     try:
         return module.Program(
@@ -107,19 +49,9 @@ def compile_plan(plan: Plan, rank: int, layout: Layout | None = None) -> Any:
         raise PlanError(f"plan {plan.name}, rank {rank}: {error}") from None
 
 
-def _number(ranks: list[int]) -> list[tuple[int, int]]:
-    """(rank, how many of that rank stand before) for each."""
-    seen: dict[int, int] = {}
-    out = []
-    for r in ranks:
-        out.append((r, seen.get(r, 0)))
-        seen[r] = out[-1][1] + 1
-    return out
-
-
 def _buffer(plan: Plan, n: int, layout: Layout) -> list[int]:
     b = plan.buffers[n]
-    place = _PLACE.get(b.role, 0)
+    place = SCRATCH_ROLES.get(b.role, 0)
     shown = b.of if b.role is Role.VIEW else n
     user = layout.user.index(shown) if shown in layout.user else NONE
     posted = 2 if b.role is Role.SCRATCH else 0 if user == layout.input else 1 if user == layout.output else NONE
