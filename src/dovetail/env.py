@@ -33,16 +33,30 @@ VARIABLES: Mapping[str, Variable] = {
     "DOVETAIL_CHECK": Variable(
         kind="0 or 1", default="0", doc="Run the checker on every plan before its first use."
     ),
+    "DOVETAIL_CUDA_LIBRARY": Variable(
+        kind="name or path of a library", default="libcuda.so.1", doc="The CUDA driver to load."
+    ),
     "DOVETAIL_DISABLE": Variable(
         kind="0 or 1", default="0", doc="Turn every `auto` into the baseline, the caller's own process group."
     ),
     "DOVETAIL_ENGINES": Variable(
         kind="integer >= 1", default="1", doc="Runner threads per rank that advance the software DMA queues."
     ),
+    "DOVETAIL_GPU_SEGMENT": Variable(
+        kind="size (`256M`)",
+        default="256M",
+        doc="Device memory that the symmetric heap of a GPU takes at a time; a larger tensor gets its own segment.",
+    ),
     "DOVETAIL_HEAP": Variable(
         kind="size (`64G`)",
         default="64G",
         doc="Address space reserved for the symmetric heap of each rank; memory is taken only when allocated.",
+    ),
+    "DOVETAIL_HIP_LIBRARY": Variable(
+        kind="name or path of a library", default="libamdhip64.so", doc="The HIP runtime to load."
+    ),
+    "DOVETAIL_HSA_LIBRARY": Variable(
+        kind="name or path of a library", default="libhsa-runtime64.so.1", doc="The ROCr runtime to load beside HIP."
     ),
     "DOVETAIL_LOG": Variable(
         kind="debug, info, warning or error", default="warning", doc="Level of the logger `dovetail`."
@@ -131,14 +145,29 @@ def timeout_s() -> float:
 
 def heap_bytes() -> int:
     """Address space of one rank's part of the symmetric heap."""
-    text = _get("DOVETAIL_HEAP") or VARIABLES["DOVETAIL_HEAP"].default
+    return _size("DOVETAIL_HEAP")
+
+
+def gpu_segment_bytes() -> int:
+    """Device memory that a GPU's heap takes at a time."""
+    return _size("DOVETAIL_GPU_SEGMENT")
+
+
+def _size(name: str) -> int:
+    text = _get(name) or VARIABLES[name].default
     try:
         size_bytes = parse_bytes(text)
     except ValueError as error:
-        raise ValueError(f"DOVETAIL_HEAP: {error}") from None
+        raise ValueError(f"{name}: {error}") from None
     if size_bytes < 1 << 20:
-        raise ValueError(f"DOVETAIL_HEAP={text!r} is too small; the least is 1M")
+        raise ValueError(f"{name}={text!r} is too small; the least is 1M")
     return size_bytes
+
+
+def library(name: str) -> str:
+    """The library to load for "cuda", "hip" or "hsa"."""
+    variable = f"DOVETAIL_{name.upper()}_LIBRARY"
+    return _get(variable) or VARIABLES[variable].default
 
 
 def log_level() -> str:

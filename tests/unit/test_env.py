@@ -9,9 +9,13 @@ from dovetail import env
 
 ACCESSORS: dict[str, Callable[[], object]] = {
     "DOVETAIL_CHECK": env.check,
+    "DOVETAIL_CUDA_LIBRARY": lambda: env.library("cuda"),
     "DOVETAIL_DISABLE": env.disable,
     "DOVETAIL_ENGINES": env.engines,
+    "DOVETAIL_GPU_SEGMENT": env.gpu_segment_bytes,
     "DOVETAIL_HEAP": env.heap_bytes,
+    "DOVETAIL_HIP_LIBRARY": lambda: env.library("hip"),
+    "DOVETAIL_HSA_LIBRARY": lambda: env.library("hsa"),
     "DOVETAIL_LOG": env.log_level,
     "DOVETAIL_PROFILE": env.profile_path,
     "DOVETAIL_RANK": env.rank,
@@ -37,9 +41,13 @@ def test_every_variable_has_an_accessor() -> None:
     ("name", "value"),
     [
         ("DOVETAIL_CHECK", False),
+        ("DOVETAIL_CUDA_LIBRARY", "libcuda.so.1"),
         ("DOVETAIL_DISABLE", False),
         ("DOVETAIL_ENGINES", 1),
+        ("DOVETAIL_GPU_SEGMENT", 256 << 20),
         ("DOVETAIL_HEAP", 64 << 30),
+        ("DOVETAIL_HIP_LIBRARY", "libamdhip64.so"),
+        ("DOVETAIL_HSA_LIBRARY", "libhsa-runtime64.so.1"),
         ("DOVETAIL_LOG", "WARNING"),
         ("DOVETAIL_PROFILE", Path("~/.cache/dovetail/profile.json").expanduser()),
         ("DOVETAIL_RANK", None),
