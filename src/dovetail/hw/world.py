@@ -55,6 +55,7 @@ class World:
         self._counts: dict[tuple[int, ...], int] = {}
         self._lock = threading.Lock()
         self._native: Any = None
+        self.gpu: Any = None  #: the GPU side of this rank, `hw.gpu.world.GpuWorld`, once a GPU is used
         if local:
             self._meet(notice)
         _worlds.add(self)
@@ -144,6 +145,9 @@ class World:
             groups, self._groups = list(self._groups.values()), {}
         for g in groups:
             g.close()
+        if self.gpu is not None:
+            self.gpu.close()
+            self.gpu = None
         if self._native is not None:
             self._native.stop()
             self._native = None  # memory goes with the last tensor over it
@@ -154,8 +158,12 @@ class World:
             self._native.forked()
             native.keep(self._native)  # its threads are the parent's: never run its destructor here
         self._native = None
+        native.keep(self.gpu)
+        self.gpu = None
         for g in self._groups.values():
             g.native = None
+            native.keep(g.gpu)
+            g.gpu = None
             for known in (g.calls, g.tables, g.fast, g.barriers):
                 native.keep(dict(known))
                 known.clear()
@@ -184,6 +192,7 @@ class Group:
         self.baseline: Any = None  #: the torch process group that stands behind variant "torch"
         self.keep: list[Any] = []  #: what must live as long as the group
         self.native: Any = None
+        self.gpu: Any = None  #: its GPU side, `hw.gpu.group.GpuGroup`, once a GPU tensor is used in it
         self._error: DovetailError | None = None
         if world.local:
             self.native = self._join()
@@ -229,6 +238,9 @@ class Group:
 
     def close(self) -> None:
         """Ends the group on this rank; its other members find it closed if they call on."""
+        if self.gpu is not None:
+            self.gpu.close()
+            self.gpu = None
         if self.native is not None:
             self.native.close()
         self.native = None

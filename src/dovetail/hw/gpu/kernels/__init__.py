@@ -1,0 +1,1 @@
+"""Triton kernels, jit code only: a reduction, one that holds every multiprocessor, a copy. Launchers lie one up."""

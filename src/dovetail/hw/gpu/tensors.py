@@ -1,0 +1,50 @@
+"""torch tensors over memory of ours, and the current stream. The only place of this package that knows torch."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+
+class _Exported:
+    """Device memory as torch takes it; torch holds this object as long as a tensor uses the memory."""
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "strides": None,
+            "version": 3,
+        }
+
+
+def on_device(address: int, size_bytes: int, device: int, on_free: Callable[[], None]) -> Any:
+    """A byte tensor over device memory; `on_free` is called when the last tensor over it is gone."""
+    import torch
+
+    if not torch.cuda.is_available():  # a stand-in driver, whose device memory is the host's
+        return on_host(address, size_bytes, on_free)
+    owner = _Exported(address, size_bytes)
+    weakref.finalize(owner, on_free).atexit = False
+    return torch.as_tensor(owner, device=torch.device("cuda", device))
+
+
+def on_host(address: int, size_bytes: int, on_free: Callable[[], None]) -> Any:
+    """A byte tensor over (pinned) host memory."""
+    import torch
+
+    owner = (ctypes.c_uint8 * size_bytes).from_address(address)
+    weakref.finalize(owner, on_free).atexit = False
+    return torch.frombuffer(owner, dtype=torch.uint8)
+
+
+def current_stream(device: int) -> int:
+    """torch's current stream on a device; 0 is the legacy default one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0
+    return int(torch.cuda.current_stream(device).cuda_stream)
