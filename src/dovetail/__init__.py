@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dovetail.coll import explain as explain
     from dovetail.coll import finalize as finalize
     from dovetail.coll import gather as gather
+    from dovetail.coll import heap as heap
     from dovetail.coll import init as init
     from dovetail.coll import launch as launch
     from dovetail.coll import new_group as new_group
@@ -47,6 +48,7 @@ _HOME = {
     "explain": "dovetail.coll",
     "finalize": "dovetail.coll",
     "gather": "dovetail.coll",
+    "heap": "dovetail.coll",
     "init": "dovetail.coll",
     "launch": "dovetail.coll",
     "new_group": "dovetail.coll",
@@ -57,7 +59,7 @@ _HOME = {
 }
 
 __all__ = [  # noqa: RUF022 - in the order a reader meets them
-    "init", "launch", "finalize", "Group", "new_group", "empty", "zeros",
+    "init", "launch", "finalize", "Group", "new_group", "empty", "zeros", "heap",
     "all_gather_into_tensor", "all_to_all_single", "broadcast", "gather", "scatter",
     "reduce_scatter_tensor", "all_reduce", "barrier", "ReduceOp", "arm",
     "explain", "stats", "errors", "__version__",

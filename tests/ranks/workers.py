@@ -7,8 +7,13 @@ from typing import Any
 import torch
 
 import dovetail
+from dovetail.coll import gpu, session
 from dovetail.coll.dtypes import DTYPES
+from dovetail.hw.gpu.heap import Heap
 from dovetail.hw.world import Group
+
+#: Where `make` puts tensors: "cpu", "cuda", or "standin": device memory of a stand-in driver, which is the host's.
+DEVICE = "cpu"
 
 FLOATS8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
@@ -31,7 +36,43 @@ def bits(t: torch.Tensor) -> torch.Tensor:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits(a), bits(b))
+    settle()
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits(a).cpu(), bits(b).cpu())
+
+
+def use(device: str) -> None:
+    """From now on tensors are made on `device`; with "standin" CPU tensors count as a GPU's."""
+    global DEVICE
+    DEVICE = device
+    if device == "standin":
+        from dovetail.coll import arguments
+
+        arguments.one_device = lambda tensors: ("cuda", 0) if list(tensors) else ("cpu", -1)
+
+
+def settle() -> None:
+    """A stand-in's tensors are the CPU's, which no stream orders: the host waits for what is in flight."""
+    if DEVICE == "standin":
+        for g in list(session.world()._groups.values()):
+            if g.gpu is not None:
+                g.gpu.settle()
+
+
+def _empty(heap: bool, items: int, dtype: torch.dtype) -> torch.Tensor:
+    if DEVICE == "cpu":
+        return dovetail.empty(items, dtype=dtype) if heap else torch.empty(items, dtype=dtype)
+    if DEVICE == "cuda":
+        make = dovetail.empty if heap else torch.empty
+        return make(items, dtype=dtype, device="cuda")
+    side = gpu.world_of(session.world(), "cuda", 0)
+    if heap:
+        return side.heap.empty((items,), dtype)
+    if side not in _ordinary:
+        _ordinary[side] = Heap(side.device)  # not the world's heap: its tensors are ordinary ones
+    return _ordinary[side].empty((items,), dtype)
+
+
+_ordinary: dict[Any, Heap] = {}
 
 
 def poison(t: torch.Tensor) -> torch.Tensor:
@@ -44,7 +85,7 @@ def poison(t: torch.Tensor) -> torch.Tensor:
 def make(kind: str, rank: int, items: int, dtype: torch.dtype) -> torch.Tensor:
     """A poisoned tensor: on the heap, ordinary, or by the parity of the rank."""
     heap = kind == "symmetric" or (kind == "mixed" and rank % 2 == 0)
-    return poison(dovetail.empty(items, dtype=dtype) if heap else torch.empty(items, dtype=dtype))
+    return poison(_empty(heap, items, dtype))
 
 
 def reduced(parts: list[torch.Tensor], op: str) -> torch.Tensor:
@@ -114,7 +155,7 @@ def all_reduce(variant: str, kind: str, items: int, dtype: torch.dtype, op: str,
         dovetail.all_reduce(t, op, group=g, variant=variant)
         want = reduced([data(seed + it, r, items, dtype) for r in range(g.size)], op)
         assert same(t, want), (variant, kind, items, dtype, op, it, t[:8], want[:8])
-    return bytes(bits(t).numpy().tobytes())
+    return bytes(bits(t).cpu().numpy().tobytes())
 
 
 def reduce_scatter(kind: str, items: int, dtype: torch.dtype, op: str, seed: int) -> None:

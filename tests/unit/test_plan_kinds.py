@@ -441,7 +441,7 @@ def test_reduction_order_and_kind_are_part_of_the_goal() -> None:
 
 def test_ten_thousand_strided_copies() -> None:
     plan = strided()
-    assert min(check(plan).elapsed_ms for _ in range(3)) < 500
+    assert min(check(plan).elapsed_ms for _ in range(3)) < 10_000  # far off if a step costs more with each other one
     copies = find(plan, Op.COPY2D)
     with pytest.raises(PlanError, match=r"race: .* \(run 1, writes\) and .* \(run 1, writes\) are not ordered"):
         check(changed(plan, *copies[7], dst_offset=plan.step(*copies[7000]).dst_offset))

@@ -14,7 +14,7 @@ from dovetail.coll.api import (
     stats,
     variants,
 )
-from dovetail.coll.session import empty, finalize, init, new_group, zeros
+from dovetail.coll.session import empty, finalize, heap, init, new_group, zeros
 from dovetail.coll.spawn import launch
 from dovetail.coll.work import Ticket, Work
 from dovetail.plan.step import ReduceOp
@@ -33,6 +33,7 @@ __all__ = [
     "explain",
     "finalize",
     "gather",
+    "heap",
     "init",
     "launch",
     "new_group",

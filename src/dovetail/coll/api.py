@@ -8,6 +8,7 @@ be changed; asynchronous ones (`async_op=True`) return a `Work` at once.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from dovetail.coll.dtypes import DTYPES, reduce_op, reducible
 from dovetail.coll.recipes import VARIANTS, Collective
 from dovetail.coll.registry import registry
 from dovetail.coll.session import group_of, session
+from dovetail.errors import NotSupported
+from dovetail.hw.gpu.driver import load
 from dovetail.hw.world import Group
 from dovetail.plan.step import DType, ReduceOp
 
@@ -112,7 +115,8 @@ def all_to_all_single(
         )
     args.apart(out, inp, Alias.SAME, g.rank)
     in_place = inp.data_ptr() == out.data_ptr() and inp.numel() > 0
-    choice = choose.variant_for(g, _AA, inp.nbytes, variant, in_place) if in_place else None
+    place = args.one_device((out, inp)) if in_place else ("cpu", -1)
+    choice = dispatch.choice_for(g, _AA, inp.nbytes, variant, in_place, place) if in_place else None
     swaps = choice is not None and choice.variant == "swap"
     if in_place and not swaps:
         inp = inp.clone()  # the others write while they read
@@ -310,8 +314,10 @@ def _with_list(
 def barrier(
     group: Any = None, async_op: bool = False, device_ids: Any = None, *, variant: str = "auto", armed: bool = False
 ) -> Any:
-    """Returns when all ranks have called it."""
+    """Returns when all ranks have called it and their GPUs are done with what was called before in this group."""
     g = (session.group or group_of(None)) if group is None else group_of(group)
+    if g.gpu is not None:
+        g.gpu.settle()
     if not (async_op or armed) and (bound := g.barriers.get(variant)) is not None:
         if bound.caller.run_empty() == 1:
             return None
@@ -331,9 +337,31 @@ def arm(collective: Any, *arguments: Any, **keywords: Any) -> Any:
     return collective(*arguments, async_op=True, armed=True, **keywords)
 
 
-def explain(collective: str, size_bytes: int, *, group: Any = None, variant: str = "auto") -> choose.Choice:
-    """What a call would run and why, without running it. `size_bytes` is what each rank contributes."""
-    return choose.variant_for(group_of(group), _named(collective), size_bytes, variant)
+def explain(
+    collective: str, size_bytes: int, *, group: Any = None, variant: str = "auto", device: Any = None
+) -> choose.Choice:
+    """What a call would run and why, without running it. `size_bytes` is what each rank contributes.
+
+    `device` is where the tensors would be, such as "cuda"; by default on the CPU. Other ranks take no part, and a GPU
+    is asked for its name only: no context is made, and this rank may still use another.
+    """
+    wanted = _named(collective)
+    where = torch.device("cpu" if device is None else device)
+    if where.type == "cpu":
+        return choose.variant_for(group_of(group), wanted, size_bytes, variant)
+    if where.type != "cuda":
+        raise ValueError(f"device must be the CPU or a GPU, such as 'cuda', not {where}")
+    backend = "hip" if torch.version.hip else "cuda"
+    gpu = _named_gpu(backend, torch.cuda.current_device() if where.index is None else where.index)
+    return choose.variant_for(group_of(group), wanted, size_bytes, variant, backend=backend, device=gpu)
+
+
+def _named_gpu(backend: str, index: int) -> Any:
+    """As much of a `Device` as a choice depends on."""
+    driver = load(backend)
+    if not 0 <= index < driver.num_devices():
+        raise NotSupported(f"there is no {backend} device {index}: this process sees {driver.num_devices()}")
+    return SimpleNamespace(name=driver.device_name(index), driver=driver, caps=SimpleNamespace(backend=backend))
 
 
 def variants(collective: str) -> tuple[str, ...]:

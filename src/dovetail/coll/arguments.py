@@ -45,16 +45,32 @@ def usable(group: Group) -> None:
 
 
 def tensor(name: str, t: Any) -> torch.Tensor:
-    """A dense CPU tensor."""
+    """A dense tensor on the CPU or a GPU."""
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(t).__name__}")
     if t.layout is not torch.strided or t.is_quantized:
         raise NotSupported(f"{name} must be a dense tensor, not {t.layout}: call .to_dense()")
-    if not t.is_cpu:
-        raise NotSupported(f"{name} is on {t.device}; this version moves tensors on the CPU: call .cpu()")
+    if not t.is_cpu and not t.is_cuda:
+        raise NotSupported(f"{name} is on {t.device}; tensors are moved on CPUs and GPUs (CUDA, ROCm): call .cpu()")
     if t.numel() and not t.data_ptr():
         raise NotSupported(f"{name} is a {type(t).__name__} without memory of its own: pass the tensor it wraps")
     return t
+
+
+def backend_of(t: torch.Tensor) -> str:
+    """Who moves a tensor: "cpu", "cuda" or "hip"."""
+    if t.is_cpu:
+        return "cpu"
+    return "hip" if torch.version.hip else "cuda"
+
+
+def one_device(tensors: Sequence[Any]) -> tuple[str, int]:
+    """(backend, device index) of tensors that must all be in one place; ("cpu", -1) if there are none."""
+    places = {(backend_of(t), -1 if t.device.index is None else int(t.device.index)) for t in tensors}
+    if len(places) > 1:
+        shown = ", ".join(sorted({str(t.device) for t in tensors}))
+        raise ValueError(f"the tensors of a call are on one device, these are on {shown}")
+    return places.pop() if places else ("cpu", -1)
 
 
 def target(name: str, t: Any) -> torch.Tensor:

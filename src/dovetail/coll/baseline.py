@@ -64,9 +64,89 @@ def _own_gloo(group: Group) -> Any:
     return made
 
 
+class Staged:
+    """A call of a CPU process group with GPU tensors: on copies in pinned memory, the results back when it is over."""
+
+    def __init__(self, work: Any, back: list[tuple[Any, Any]]) -> None:
+        self._work, self._back = work, back
+
+    def wait(self, *timeout: Any) -> bool:
+        """Blocks until the results are on their way to the GPU, in torch's current stream."""
+        done = self._work.wait(*timeout)
+        for gpu, host in self._back:
+            gpu.copy_(host)
+        self._back = []
+        return bool(done)
+
+    def is_completed(self) -> bool:
+        """True once the results are on their way to the GPU: brings them there if they are due."""
+        return bool(self._work.is_completed()) and self.wait()
+
+    def get_future(self) -> Any:
+        """A torch Future that is done when the results are on the GPU."""
+        made: Any = torch.futures.Future()
+
+        def settle(_: Any) -> None:
+            try:
+                self.wait()
+                torch.cuda.synchronize()
+            except RuntimeError as error:
+                made.set_exception(error)
+            else:
+                made.set_result(None)
+
+        self._work.get_future().add_done_callback(settle)
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def _serves_gpus(pg: Any) -> bool:
+    """True if a process group takes GPU tensors itself: NCCL and RCCL do, gloo only some calls.
+
+    Of a group of several backends (``cpu:gloo,cuda:nccl``) that of the GPU counts.
+    """
+    if isinstance(pg, c10d.ProcessGroupGloo):
+        return False
+    try:
+        backend = pg._get_backend(torch.device("cuda"))
+    except RuntimeError:
+        return False  # it has none for GPUs
+    return bool(backend.name() != "gloo")
+
+
 def run(group: Group, collective: Collective, tensors: tuple[Any, ...], *, op: ReduceOp, root: int, splits: Any) -> Any:
     """Starts the collective on the baseline. Returns c10d's Work."""
     pg = process_group(group)
+    flat = [t for part in tensors for t in (part if isinstance(part, list) else [part])]
+    if any(not t.is_cpu for t in flat) and not _serves_gpus(pg):
+        return _run_staged(pg, group, collective, tensors, op, root, splits)
+    return _run(pg, group, collective, tensors, op, root, splits)
+
+
+def _pinned_like(t: torch.Tensor) -> torch.Tensor:
+    """As gloo itself stages what it takes of a GPU."""
+    return torch.empty_like(t, device="cpu", pin_memory=True)
+
+
+def _run_staged(
+    pg: Any, group: Group, collective: Collective, tensors: tuple[Any, ...], op: ReduceOp, root: int, splits: Any
+) -> Any:
+    """Only what is read goes to the host and only what is written comes back: an output may be a part of its input."""
+    parts = [part if isinstance(part, list) else [part] for part in tensors]
+    written = parts[-1] if collective is Collective.GATHER else parts[0]
+    read = parts[0] if collective is Collective.GATHER else parts[-1]
+    host = {id(t): _pinned_like(t) for part in parts for t in part}
+    for t in read:
+        host[id(t)].copy_(t)
+    moved = tuple([host[id(t)] for t in part] if isinstance(part, list) else host[id(part)] for part in tensors)
+    return Staged(_run(pg, group, collective, moved, op, root, splits), [(t, host[id(t)]) for t in written])
+
+
+def _run(
+    pg: Any, group: Group, collective: Collective, tensors: tuple[Any, ...], op: ReduceOp, root: int, splits: Any
+) -> Any:
     with torch.no_grad():
         match collective:
             case Collective.ALL_GATHER:

@@ -12,9 +12,11 @@ from typing import Any
 from dovetail import env
 from dovetail.coll.recipes import AS_INPUT, Collective, Shape, describe_call, recipe, word_of
 from dovetail.errors import DovetailError
+from dovetail.hw.capabilities import CPU
 from dovetail.hw.cpu import native
 from dovetail.hw.cpu.failure import error_of
-from dovetail.hw.cpu.program import compile_plan, layout_of
+from dovetail.hw.cpu.program import compile_plan
+from dovetail.hw.layout import layout_of
 from dovetail.hw.world import Group
 from dovetail.plan import passes
 from dovetail.plan.check import check
@@ -83,6 +85,13 @@ class Bound:
     def variant_of(self, choice: int) -> str:
         """The variant that a run used."""
         return self.shape.variant if choice == DIRECT else self._recipe.staged_name
+
+    def close(self) -> None:
+        """Nothing to give back: native objects go with the last run that uses them."""
+
+    def namer(self) -> Callable[[], str]:
+        """Says who moves the bytes, also when this object is gone."""
+        return lambda: CPU.engine
 
     def fail(self, failure: dict[str, Any]) -> DovetailError:
         """The error for a failed run, remembered by the group if it broke it."""

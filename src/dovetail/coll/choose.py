@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from dovetail import env
 from dovetail.coll.recipes import VARIANTS, Collective
+from dovetail.hw.gpu.device import Device
 from dovetail.hw.world import Group
 from dovetail.measure.machine import profile_key
 from dovetail.profile import Key, Profile, choose, current
+
+log = logging.getLogger("dovetail")
 
 
 class Choice(NamedTuple):
@@ -22,7 +28,8 @@ class Choice(NamedTuple):
 def notice(size: int) -> bytes:
     """What this rank would have all ranks do, if it is rank 0."""
     profile, reason = current(profile_key([size]))
-    coll = {"cpu": profile.sections.get("coll", {}).get("cpu", {})}
+    proved, _ = current(profile_key())  # figures depend on the number of ranks; the self-test and the proof do not
+    coll = profile.sections.get("coll", {})
     return json.dumps(
         {
             "variant": env.variant(),
@@ -31,20 +38,37 @@ def notice(size: int) -> bytes:
             "date": profile.date,
             "origin": profile.origin,
             "reason": reason,
+            "selftest": proved.sections.get("selftest", {}),
+            "engines": proved.sections.get("engines", {}),
         }
     ).encode()
 
 
 def settings(group: Group) -> dict[str, Any]:
     """Rank 0's notice."""
-    found: dict[str, Any] = json.loads(group.world.notices[0] or b"{}")
+    return _parsed(group.world.notices[0] or b"{}")
+
+
+@functools.lru_cache(maxsize=8)
+def _parsed(notice: bytes) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(notice)
     return found
 
 
 def variant_for(
-    group: Group, collective: Collective, size_bytes: int, requested: str, in_place: bool = False
+    group: Group,
+    collective: Collective,
+    size_bytes: int,
+    requested: str,
+    in_place: bool = False,
+    *,
+    backend: str = "cpu",
+    device: Device | None = None,
 ) -> Choice:
-    """The variant to run. `requested` is "auto" or a name; raises `ValueError` for one that the collective lacks."""
+    """The variant to run. `requested` is "auto" or a name; raises `ValueError` for one that the collective lacks.
+
+    On a GPU (`device`), `auto` takes a path of ours only where the self-test has passed on such a device and driver.
+    """
     names = VARIANTS[collective]
     label = collective.name.lower()
     if requested != "auto":
@@ -57,6 +81,9 @@ def variant_for(
     forced = told.get("variant")
     if forced and (forced in names or forced == "torch"):
         return Choice(forced, "DOVETAIL_VARIANT")
+    if device is not None and (reason := untested(told.get("selftest", {}), device)):
+        _say_once(reason)
+        return Choice("torch", reason)
     if in_place and "swap" in names:
         return Choice("swap", "input and output are one tensor")
     if len(names) == 1:
@@ -65,10 +92,46 @@ def variant_for(
     profile = Profile(
         key=key, sections={"coll": told.get("coll", {})}, date=told.get("date", ""), origin=told.get("origin", "")
     )
-    picked = choose(label, group.size, size_bytes, profile=profile if told.get("coll") else None)
+    picked = choose(label, group.size, size_bytes, backend=backend, profile=profile if told.get("coll") else None)
     if picked.variant not in (*names, "torch"):
         return Choice(names[0], f"the profile names {picked.variant!r}, which {label} does not have")
     return Choice(*picked)
+
+
+def untested(selftest: dict[str, Any], device: Device) -> str | None:
+    """Why our path may not be taken on its own on this device; None when the self-test has passed here."""
+    found = selftest.get(device.caps.backend)
+    mend = "run `dovetail doctor --selftest`"
+    if not found:
+        return f"the self-test has not run on {device.name}: {mend}"
+    if found.get("device") != device.name or found.get("driver") != device.driver.version:
+        return f"the self-test passed on {found.get('device')} with driver {found.get('driver')}, not here: {mend}"
+    if not found.get("passed"):
+        return f"the self-test failed on {device.name} ({found.get('date', 'no date')}): {mend}"
+    return None
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+    log.warning("collectives on GPU tensors run on the torch process group: %s", reason)
+
+
+def engine_of(group: Group, device: Device) -> Callable[[dict[str, int]], tuple[str, int]]:
+    """Who moves bytes on which path ("h2d", "d2h", "d2d"), and how many multiprocessors that takes.
+
+    From the proof that `dovetail doctor --prove` left in the profile; without one, what a vendor is known to do.
+    """
+    told = settings(group).get("engines", {}).get(device.caps.backend, {})
+    here = told if told.get("device") == device.name and told.get("driver") == device.driver.version else {}
+    proved = here.get("paths", {})
+    cores = device.driver.num_multiprocessors(device.index)
+
+    def describe(paths: dict[str, int]) -> tuple[str, int]:
+        names = {path: proved.get(path, "unproved") for path in paths}
+        text = ", ".join(f"{path}: {who}" for path, who in sorted(names.items())) or device.caps.engine
+        return text, cores if "SM kernel" in names.values() else 0
+
+    return describe
 
 
 def _known(name: str, names: tuple[str, ...], label: str, what: str) -> str:

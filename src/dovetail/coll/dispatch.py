@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dovetail.coll import baseline, choose
+from dovetail.coll import arguments, baseline, choose
 from dovetail.coll.arguments import Alias, usable
 from dovetail.coll.bound import DONE, Bound
 from dovetail.coll.recipes import Collective, Shape
@@ -57,6 +57,9 @@ def run(r: Request, async_op: bool, armed: bool = False) -> Any:
     usable(r.group)
     if armed and not async_op:
         raise ValueError("an armed call is asynchronous: pass async_op=True, or use dovetail.arm")
+    backend, index = arguments.one_device(_flat(r.tensors))
+    if backend != "cpu":
+        return _on_gpu(r, backend, index, async_op, armed)
     bound = r.group.calls.get(r.key)
     if bound is None:
         choice = choose.variant_for(r.group, r.collective, r.size_bytes, r.requested, r.in_place)
@@ -73,10 +76,57 @@ def run(r: Request, async_op: bool, armed: bool = False) -> Any:
     return work
 
 
-def _bind(r: Request, choice: choose.Choice) -> Bound:
+def _flat(tensors: tuple[Any, ...]) -> list[Any]:
+    """The tensors of a call, those in lists too."""
+    return [t for part in tensors for t in (part if isinstance(part, list) else [part])]
+
+
+def _on_gpu(r: Request, backend: str, index: int, async_op: bool, armed: bool) -> Any:
+    """The same for tensors on a GPU. All ranks are on GPUs, or none is: the slots of a call say so."""
+    from dovetail.coll import gpu
+
+    if gpu.is_capturing():  # before anything is made: a capture would be spoilt by it
+        if r.requested == "torch":
+            return _on_baseline(r, "asked for", async_op, armed)
+        if r.requested == "auto":
+            return _on_baseline(r, "the stream is capturing a graph", async_op, armed)
+        raise NotSupported(
+            f"torch's current stream is capturing a graph, in which the copies of variant {r.requested!r} would be "
+            "lost: call the collective outside of the capture, or choose variant='torch'"
+        )
+    key = (backend, *r.key)
+    bound = r.group.calls.get(key)
+    if bound is None:
+        choice = choice_for(r.group, r.collective, r.size_bytes, r.requested, r.in_place, (backend, index))
+        if choice.variant == "torch":
+            return _on_baseline(r, choice.reason, async_op, armed)
+        bound = gpu.GpuBound(gpu.group_of(r.group, backend, index), _shape(r, choice, backend), choice.reason)
+        _keep(r, key, bound, choice)
+    return gpu.run(bound, r, index, async_op=async_op, armed=armed)
+
+
+def choice_for(
+    group: Group, collective: Collective, size_bytes: int, requested: str, in_place: bool, place: tuple[str, int]
+) -> choose.Choice:
+    """What a call with tensors at `place` runs, and why."""
+    backend, index = place
+    if backend == "cpu" or not group.world.local:
+        return choose.variant_for(group, collective, size_bytes, requested, in_place)
+    from dovetail.coll import gpu
+
+    try:
+        device = gpu.world_of(group.world, backend, index).device
+    except NotSupported as error:
+        if requested != "auto":
+            raise
+        return choose.Choice("torch", str(error))
+    return choose.variant_for(group, collective, size_bytes, requested, in_place, backend=backend, device=device)
+
+
+def _shape(r: Request, choice: choose.Choice, backend: str = "cpu") -> Shape:
     if not r.group.world.local:
         raise NotSupported(f"{r.group} spans hosts: only variant 'torch' can serve it")
-    shape = Shape(
+    return Shape(
         collective=r.collective,
         variant=choice.variant,
         world=r.group.size,
@@ -86,16 +136,25 @@ def _bind(r: Request, choice: choose.Choice) -> Bound:
         root=r.root,
         uneven=r.uneven,
         in_place=r.in_place and choice.variant == "swap",
+        backend=backend,
     )
-    bound = Bound(r.group, shape, r.bytes, choice.reason)
-    while len(r.group.calls) >= _MOST_CALLS:
-        r.group.calls.pop(next(iter(r.group.calls)))  # the oldest shape; it is bound again if it comes back
-    r.group.calls[r.key] = bound
-    registry.add(bound)
+
+
+def _bind(r: Request, choice: choose.Choice) -> Bound:
+    bound = Bound(r.group, _shape(r, choice), r.bytes, choice.reason)
+    _keep(r, r.key, bound, choice)
     if r.fast and r.op is ReduceOp.SUM:
         _remember(r, bound)
-    log.info("rank %d: %s of %d bytes runs %s (%s)", r.group.rank, r.collective.name.lower(), r.size_bytes, *choice)
     return bound
+
+
+def _keep(r: Request, key: tuple[Any, ...], bound: Any, choice: choose.Choice) -> None:
+    while len(r.group.calls) >= _MOST_CALLS:
+        oldest = r.group.calls.pop(next(iter(r.group.calls)))  # it is bound again if it comes back
+        oldest.close()
+    r.group.calls[key] = bound
+    registry.add(bound)
+    log.info("rank %d: %s of %d bytes runs %s (%s)", r.group.rank, r.collective.name.lower(), r.size_bytes, *choice)
 
 
 _ALIAS = {

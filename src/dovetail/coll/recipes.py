@@ -13,7 +13,7 @@ from typing import Any
 
 from dovetail.plan import passes
 from dovetail.plan.build import all_gather, all_to_all, reduction, rooted
-from dovetail.plan.build.ring import Chunks
+from dovetail.plan.build.ring import CHUNK_BYTES, Chunks
 from dovetail.plan.plan import Plan
 from dovetail.plan.step import DType, ReduceOp
 
@@ -59,6 +59,22 @@ class Shape:
     root: int = 0
     uneven: bool = False
     in_place: bool = False
+    backend: str = "cpu"
+
+    def chunks(self) -> Chunks:
+        """How a message of `size_bytes` goes through a staging ring."""
+        return Chunks(size_bytes=self.size_bytes, chunk_bytes=_STAGING.get(self.backend, GPU_CHUNK_BYTES))
+
+    @property
+    def reduce_chunk_bytes(self) -> int:
+        """How much of its segment a rank reduces before it sends that on."""
+        return 64 << 10 if self.backend == "cpu" else GPU_CHUNK_BYTES
+
+
+#: What a GPU stages, or reduces, at a time. A chunk costs a few driver calls and no cache has to hold it; chosen, not
+#: swept.
+GPU_CHUNK_BYTES = 8 << 20
+_STAGING = {"cpu": CHUNK_BYTES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +108,9 @@ def _all_gather(s: Shape) -> Recipe:
     }[s.variant]
     return Recipe(
         direct=direct,
-        staged=lambda ordinary: all_gather.pull(w, n, ordinary=(ordinary,) * w),
+        staged=lambda ordinary: all_gather.pull(w, n, ordinary=(ordinary,) * w, chunks=s.chunks()),
         staged_name="pull",
-        scratch_ordinary=Chunks(size_bytes=n).ring_bytes,
+        scratch_ordinary=s.chunks().ring_bytes,
     )
 
 
@@ -107,11 +123,11 @@ def _all_to_all(s: Shape) -> Recipe:
             staged_name="pull",
             scratch_ordinary=AS_INPUT,
         )
-    rings = Chunks(size_bytes=n).ring_bytes * w
+    rings = s.chunks().ring_bytes * w
     if s.in_place:
         return Recipe(
             direct=lambda: all_to_all.swap(w, n),
-            staged=lambda ordinary: all_to_all.swap_staged(w, n, ordinary=ordinary),
+            staged=lambda ordinary: all_to_all.swap_staged(w, n, ordinary=ordinary, chunks=s.chunks()),
             staged_name="pull",
             scratch_heap=rings,
             scratch_ordinary=rings,
@@ -124,7 +140,7 @@ def _all_to_all(s: Shape) -> Recipe:
     }[s.variant]
     return Recipe(
         direct=direct,
-        staged=lambda ordinary: all_to_all.pull(w, n, ordinary=(ordinary,) * w),
+        staged=lambda ordinary: all_to_all.pull(w, n, ordinary=(ordinary,) * w, chunks=s.chunks()),
         staged_name="pull",
         scratch_ordinary=rings,
     )
@@ -132,14 +148,14 @@ def _all_to_all(s: Shape) -> Recipe:
 
 def _all_reduce(s: Shape) -> Recipe:
     w, n = s.world, s.size_bytes
-    ring = Chunks(size_bytes=n).ring_bytes
+    ring = s.chunks().ring_bytes
     direct = {
-        "twoshot": lambda: reduction.twoshot(w, n, s.dtype, s.op),
-        "oneshot": lambda: reduction.oneshot(w, n, s.dtype, s.op, ordinary=False),
+        "twoshot": lambda: reduction.twoshot(w, n, s.dtype, s.op, chunk_bytes=s.reduce_chunk_bytes),
+        "oneshot": lambda: reduction.oneshot(w, n, s.dtype, s.op, ordinary=False, chunks=s.chunks()),
     }[s.variant]
     return Recipe(
         direct=direct,
-        staged=lambda ordinary: reduction.oneshot(w, n, s.dtype, s.op, ordinary=ordinary),
+        staged=lambda ordinary: reduction.oneshot(w, n, s.dtype, s.op, ordinary=ordinary, chunks=s.chunks()),
         staged_name="oneshot",
         scratch_heap=ring,
         scratch_ordinary=ring,
@@ -150,9 +166,11 @@ def _reduce_scatter(s: Shape) -> Recipe:
     w, n = s.world, s.size_bytes
     return Recipe(
         direct=lambda: reduction.reduce_scatter(w, n, s.dtype, s.op),
-        staged=lambda ordinary: reduction.reduce_scatter_staged(w, n, s.dtype, s.op, ordinary=(ordinary,) * w),
+        staged=lambda ordinary: reduction.reduce_scatter_staged(
+            w, n, s.dtype, s.op, ordinary=(ordinary,) * w, chunks=s.chunks()
+        ),
         staged_name="oneshot",
-        scratch_ordinary=Chunks(size_bytes=n).ring_bytes * w,
+        scratch_ordinary=s.chunks().ring_bytes * w,
     )
 
 
@@ -165,9 +183,9 @@ def _broadcast(s: Shape) -> Recipe:
     }[s.variant]
     return Recipe(
         direct=direct,
-        staged=lambda ordinary: rooted.broadcast_pull(w, n, s.root, ordinary=(ordinary,) * w),
+        staged=lambda ordinary: rooted.broadcast_pull(w, n, s.root, ordinary=(ordinary,) * w, chunks=s.chunks()),
         staged_name="pull",
-        scratch_ordinary=Chunks(size_bytes=n).ring_bytes,
+        scratch_ordinary=s.chunks().ring_bytes,
     )
 
 
@@ -175,18 +193,18 @@ def _gather(s: Shape) -> Recipe:
     w, n = s.world, s.size_bytes
     return Recipe(
         direct=None,
-        staged=lambda ordinary: rooted.gather_pull(w, n, s.root, ordinary=(ordinary,) * w),
+        staged=lambda ordinary: rooted.gather_pull(w, n, s.root, ordinary=(ordinary,) * w, chunks=s.chunks()),
         staged_name="pull",
-        scratch_ordinary=Chunks(size_bytes=n).ring_bytes,
+        scratch_ordinary=s.chunks().ring_bytes,
     )
 
 
 def _scatter(s: Shape) -> Recipe:
     w, n = s.world, s.size_bytes
-    rings = Chunks(size_bytes=n).ring_bytes * w
+    rings = s.chunks().ring_bytes * w
     return Recipe(
         direct=None,
-        staged=lambda _: rooted.scatter_pull(w, n, s.root),
+        staged=lambda _: rooted.scatter_pull(w, n, s.root, chunks=s.chunks()),
         staged_name="pull",
         scratch_heap=rings,
         scratch_ordinary=rings,

@@ -5,34 +5,35 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
-from dovetail.coll.bound import Bound
 from dovetail.coll.recipes import Shape
+from dovetail.hw.capabilities import CPU
 
 
 class Registry:
     """Every bound call's counter, and the calls that went to the baseline."""
 
     def __init__(self) -> None:
-        self._counters: dict[int, tuple[Shape, str, Any]] = {}
-        self._past: Counter[tuple[Shape, str]] = Counter()  #: runs of bound calls that are gone
+        self._counters: dict[int, tuple[Shape, str, Any, Callable[[], str]]] = {}
+        self._past: Counter[tuple[Shape, str, str]] = Counter()  #: runs of bound calls that are gone
         self._baseline: Counter[tuple[str, str]] = Counter()
         self._lock = threading.Lock()
 
-    def add(self, bound: Bound) -> None:
-        """A new bound call."""
+    def add(self, bound: Any) -> None:
+        """A new bound call, of a CPU or a GPU."""
         counter, staged = bound.caller.counter, bound.variant_of(1)
         with self._lock:
-            self._counters[id(counter)] = (bound.shape, staged, counter)
+            self._counters[id(counter)] = (bound.shape, staged, counter, bound.namer())
         weakref.finalize(bound, self._fold, id(counter))
 
     def _fold(self, number: int) -> None:
         """A bound call is gone; its runs still count."""
         with self._lock:
-            shape, staged, counter = self._counters.pop(number)
-            self._past[shape, shape.variant] += int(counter.direct)
-            self._past[shape, staged] += int(counter.runs) - int(counter.direct)
+            shape, staged, counter, namer = self._counters.pop(number)
+            self._past[shape, shape.variant, namer()] += int(counter.direct)
+            self._past[shape, staged, namer()] += int(counter.runs) - int(counter.direct)
 
     def count_baseline(self, collective: str, reason: str) -> None:
         """A call that ran on the caller's process group."""
@@ -43,10 +44,13 @@ class Registry:
         """Calls, bytes, engines and fall-backs since the process began, blocking calls included."""
         with self._lock:
             counts = self._past.copy()
-            for shape, staged, counter in self._counters.values():
-                counts[shape, shape.variant] += int(counter.direct)
-                counts[shape, staged] += int(counter.runs) - int(counter.direct)
-            rows = [_row(shape, variant, calls) for (shape, variant), calls in counts.items() if calls]
+            for shape, staged, counter, namer in self._counters.values():
+                counts[shape, shape.variant, namer()] += int(counter.direct)
+                counts[shape, staged, namer()] += int(counter.runs) - int(counter.direct)
+            rows = [_row(shape, variant, calls) for (shape, variant, _), calls in counts.items() if calls]
+            engines: Counter[str] = Counter()
+            for (_, _, engine), calls in counts.items():
+                engines[engine] += calls
             falls: list[dict[str, Any]] = [
                 {"collective": c, "variant": "torch", "calls": n, "reason": r} for (c, r), n in self._baseline.items()
             ]
@@ -60,7 +64,7 @@ class Registry:
             "calls": sum(r["calls"] for r in ours) + sum(f["calls"] for f in falls),
             "bytes": sum(r["bytes"] for r in ours),
             "by_variant": ours,
-            "engines": {"software DMA engine": sum(r["calls"] for r in ours)},
+            "engines": {CPU.engine: 0, **engines},
             "fall_backs": falls,
         }
 

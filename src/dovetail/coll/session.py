@@ -170,17 +170,42 @@ def new_group(ranks: Any, *, timeout: float | None = None) -> Group:
     return made
 
 
-def empty(*shape: Any, dtype: Any = None) -> Any:
-    """A symmetric tensor, not initialised: peers reach it without a copy. `shape` as for torch.empty."""
+def empty(*shape: Any, dtype: Any = None, device: Any = None) -> Any:
+    """A symmetric tensor, not initialised: peers reach it without a copy. `shape` as for torch.empty.
+
+    `device`: "cpu" (the default) or a GPU, such as "cuda"; this rank then uses that GPU.
+    """
     import torch
 
-    sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-    return world().empty(tuple(sizes), dtype or torch.get_default_dtype())
+    sizes = tuple(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+    kind = dtype or torch.get_default_dtype()
+    if device is None or torch.device(device).type == "cpu":
+        return world().empty(sizes, kind)
+    return heap("device", device=device).empty(sizes, kind)
 
 
-def zeros(*shape: Any, dtype: Any = None) -> Any:
+def zeros(*shape: Any, dtype: Any = None, device: Any = None) -> Any:
     """A symmetric tensor of zeros."""
-    return empty(*shape, dtype=dtype).zero_()
+    return empty(*shape, dtype=dtype, device=device).zero_()
+
+
+def heap(kind: str = "device", *, device: Any = "cuda") -> Any:
+    """This rank's symmetric heap on a GPU (`kind="device"`) or in pinned host memory beside it (`kind="host"`).
+
+    Its `empty(shape, dtype)` makes tensors that the copy engines of all ranks' GPUs reach.
+    """
+    import torch
+
+    from dovetail.coll import gpu
+
+    if kind not in ("device", "host"):
+        raise ValueError(f"a heap is of kind 'device' or 'host', not {kind!r}")
+    where = torch.device(device)
+    if where.type != "cuda":
+        raise ValueError(f"a GPU's heap needs a GPU, such as 'cuda:0', not {where}")
+    index = where.index if where.index is not None else torch.cuda.current_device()
+    side = gpu.world_of(world(), "hip" if torch.version.hip else "cuda", index)
+    return side.heap if kind == "device" else side.host_heap
 
 
 def _forget() -> None:
