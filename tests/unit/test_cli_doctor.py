@@ -1,14 +1,20 @@
 """`dovetail doctor` and the frame of the command: first line, exit status, record."""
 
+import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from dovetail import __version__, cli
+from dovetail.coll.cases import Case
+from dovetail.coll.selftest import Failure, Outcome
 from dovetail.errors import NotSupported
-from dovetail.measure import doctor, openmpi, record
+from dovetail.hw.gpu import proof
+from dovetail.measure import doctor, evidence, openmpi, record
+from dovetail.measure import gpu as gpu_state
 
 
 def run(*words: str) -> int:
@@ -116,6 +122,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"dovetail {__version__}\n"
 
 
+def test_runs_without_being_installed() -> None:
+    command = [sys.executable, "-m", "dovetail", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"dovetail {__version__}\n"
+
+
 def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--help") == 0
     out = capsys.readouterr().out
@@ -141,6 +153,124 @@ def test_an_error_that_escapes_is_a_message_and_a_status(
     monkeypatch.setattr(doctor, "examine", fail)
     assert run("doctor") == status
     assert capsys.readouterr().err == f"dovetail: {error}\n"
+
+
+def test_what_the_gpu_library_says_is_in_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = gpu_state.Line("gpu 0 processes", "warning", "python (pid 7)", "wait")
+    monkeypatch.setattr(gpu_state, "findings", lambda: [line])
+    found = doctor.gpu_details()
+    assert [(f.check, f.state, f.value, f.mend) for f in found] == [tuple(line)]
+
+
+class Driver:
+    version = 13000
+
+    def device_name(self, device: int) -> str:
+        return "H200"
+
+    def num_devices(self) -> int:
+        return 1
+
+    def device_uuid(self, device: int) -> bytes:
+        return bytes(16)
+
+    def num_multiprocessors(self, device: int) -> int:
+        return 132
+
+
+@pytest.fixture
+def h200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU for the doctor's eyes, and a profile of its own."""
+    monkeypatch.setenv("DOVETAIL_PROFILE", str(tmp_path / "p.json"))
+    monkeypatch.setattr("dovetail.hw.gpu.driver.load", lambda _: Driver())
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+
+
+@pytest.mark.usefixtures("h200")
+def test_proof_and_self_test_are_asked_for_until_they_hold() -> None:
+    before = doctor.gpu_evidence()
+    assert [(f.check, f.state) for f in before] == [("engines", "warning"), ("self-test", "warning")]
+    assert "dovetail doctor --prove" in before[0].mend
+    assert "dovetail doctor --selftest" in before[1].mend
+    paths = {"h2d": "copy engine", "d2d": "SM kernel"}
+    evidence.save(evidence.ENGINES, "cuda", evidence.stamped("H200", 13000, {"paths": paths}))
+    evidence.save(evidence.SELFTEST, "cuda", evidence.stamped("H200", 13000, {"passed": True, "ranks": 4}))
+    after = doctor.gpu_evidence()
+    assert [f.state for f in after] == ["ok", "ok"]
+    assert "h2d: copy engine, d2d: SM kernel" in after[0].value
+    assert "4 ranks" in after[1].value
+    evidence.save(evidence.SELFTEST, "cuda", evidence.stamped("H200", 13000, {"passed": False, "failures": ["x"]}))
+    assert doctor.gpu_evidence()[1].value.endswith(": x")
+    evidence.save(evidence.ENGINES, "cuda", evidence.stamped("H200", 12080, {"paths": paths}))
+    assert doctor.gpu_evidence()[0].state == "warning"
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize(("who", "status"), [("copy engine", 0), ("SM kernel", 0), ("unproved", 1)])
+def test_prove(
+    who: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trial = proof.Trial(path="h2d", form="batch", size_bytes=4096, who=proof.Who(who))
+    device = SimpleNamespace(name="H200", driver=Driver())
+    monkeypatch.setattr("dovetail.hw.gpu.device.Device", lambda backend: nullcontext(device))
+    monkeypatch.setattr("dovetail.hw.gpu.proof.prove", lambda device: {"h2d": proof.summed("h2d", [trial])})
+    assert run("doctor", "--prove", "--json", str(tmp_path / "r.json")) == status
+    assert f"h2d: {who}" in capsys.readouterr().out
+    assert evidence.found(evidence.ENGINES, "cuda")["paths"] == {"h2d": who}
+    made = record.read(tmp_path / "r.json", kind="proof")
+    assert made.rows == [{"path": "h2d", "form": "batch", "size_bytes": 4096, "who": who, "why": ""}]
+    assert made.machine["gpu"]["num_multiprocessors"] == 132
+    assert "uuid" not in made.machine["gpu"]
+
+
+@pytest.mark.usefixtures("h200")
+def test_prove_refuses_while_others_use_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = gpu_state.GpuProcess(pid=7, name="python", used_bytes=None)
+    monkeypatch.setattr(gpu_state, "processes", lambda device, ours=(): [other])
+    assert run("doctor", "--prove") == 1
+    assert "in use by python (pid 7" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize("backend", ["cuda", "cpu"])
+@pytest.mark.parametrize("good", [True, False])
+def test_selftest(
+    backend: str, good: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = Case(collective="gather", variant="pull")
+    failures = [] if good else [Failure(case=case, rank=1, text="3 of 8 bytes are wrong")]
+
+    def run_it(backend: str, ranks: int, **_: object) -> Outcome:
+        return Outcome(backend=backend, ranks=ranks, seed=1, cases=[case], failures=failures)
+
+    monkeypatch.setattr("dovetail.coll.selftest.run", run_it)
+    words = ["doctor", "--selftest", "--backend", backend, "--json", str(tmp_path / "r.json")]
+    assert run(*words) == (0 if good else 1)
+    out = capsys.readouterr().out
+    assert ("self-test passed" if good else "FAILED gather pull") in out
+    entry = evidence.found(evidence.SELFTEST, backend)
+    if backend == "cpu":
+        assert not entry  # no gate is closed on the CPU
+    else:
+        assert (entry["passed"], entry["ranks"], entry["device"], entry["driver"]) == (good, 2, "H200", 13000)
+    (row,) = record.read(tmp_path / "r.json", kind="selftest").rows
+    assert (row["cases"], row["failed"]) == (1, 0 if good else 1)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--prove", "--backend", "tpu"),
+        ("--prove", "--backend", "cpu"),
+        ("--selftest", "--backend", "cpu", "--ranks", "1"),
+        ("--selftest", "--prove", "--json", "r.json"),
+    ],
+)
+def test_bad_options_end_with_2(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("doctor", *words) == 2
+    assert capsys.readouterr().err.startswith("dovetail: ")
 
 
 @pytest.mark.usefixtures("healthy")

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
 
 from dovetail import cli, env
 
@@ -33,6 +34,22 @@ def test_environment_page_is_the_table() -> None:
 def test_commands_exist(page: Path) -> None:
     found = set(re.findall(r"(?:^|[\s/])dovetail ([a-z]+)", code(page.read_text()), re.MULTILINE))
     assert found <= set(cli.verbs())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_options_exist(page: Path) -> None:
+    """Also of commands that need a GPU, which no test here can run."""
+    app = typer.main.get_command(cli.build())
+    for verb, rest in re.findall(r"(?:^|[\s/])dovetail ([a-z]+)([^\n|#]*)", code(page.read_text()), re.MULTILINE):
+        known = {option for parameter in app.commands[verb].params for option in parameter.opts}
+        assert set(re.findall(r"(?<=\s)--[a-z-]+", rest)) <= known, f"dovetail {verb}{rest}"
+
+
+def test_python_in_the_quickstart_compiles() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/quickstart.md").read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        compile(block, "quickstart.md", "exec")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

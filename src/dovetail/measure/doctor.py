@@ -20,7 +20,9 @@ from enum import StrEnum
 from pathlib import Path
 
 from dovetail import __version__, env, profile
-from dovetail.measure import cgroup, machine, openmpi, system
+from dovetail.errors import DovetailError
+from dovetail.measure import cgroup, evidence, machine, openmpi, system
+from dovetail.measure import gpu as gpu_state
 from dovetail.measure.sizes import approximate_bytes
 
 _OLDEST_TORCH = (2, 11)
@@ -46,12 +48,12 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """All findings, the GPU's first. Imports torch; starts no thread and changes nothing."""
+    """All findings, the GPUs' first. Imports torch; starts no thread and changes nothing."""
     checks: list[Callable[[], Finding]] = [
-        gpu, torch, native, versions, cores, memory, memlock, container, memfd, pidfd, cross_memory, shared_memory,
+        torch, native, versions, cores, memory, memlock, container, memfd, pidfd, cross_memory, shared_memory,
         open_mpi, profile_in_force, environment,
     ]  # fmt: skip
-    return [check() for check in checks]
+    return [gpu(), *gpu_details(), *gpu_evidence(), *(check() for check in checks)]
 
 
 def gpu(root: Path = Path("/")) -> Finding:
@@ -85,6 +87,54 @@ def gpu(root: Path = Path("/")) -> Finding:
         )
     names = sorted({module.cuda.get_device_name(index) for index in range(module.cuda.device_count())})
     return Finding(check="gpu", value=f"{module.cuda.device_count()} x {', '.join(names)}, {toolkit} {built_for}")
+
+
+def gpu_details() -> list[Finding]:
+    """How each GPU is set and who else is on it; nothing without a driver."""
+    return [
+        Finding(check=line.check, state=State(line.state), value=line.value, mend=line.mend)
+        for line in gpu_state.findings()
+    ]
+
+
+def gpu_evidence() -> list[Finding]:
+    """Whether engines were proved and collectives tested on this GPU; nothing where torch can use none."""
+    try:
+        module = importlib.import_module("torch")
+    except ImportError:
+        return []
+    if not module.cuda.is_available():
+        return []
+    from dovetail.hw.gpu.driver import load
+
+    backend = "hip" if module.version.hip else "cuda"
+    try:
+        driver = load(backend)
+        device, version = driver.device_name(0), driver.version
+    except DovetailError as error:
+        return [Finding(check="gpu driver", state=State.WARNING, value=str(error))]
+    return [proved(backend, device, version), tested(backend, device, version)]
+
+
+def proved(backend: str, device: str, driver: int) -> Finding:
+    """What the profile says of who moves bytes on this GPU."""
+    entry = evidence.found(evidence.ENGINES, backend)
+    if reason := evidence.misfit(evidence.ENGINES, entry, device, driver):
+        return Finding(check="engines", state=State.WARNING, value=reason, mend=evidence.mend(evidence.ENGINES))
+    paths = ", ".join(f"{path}: {who}" for path, who in entry.get("paths", {}).items())
+    return Finding(check="engines", value=f"{paths} (proved {entry.get('date')})")
+
+
+def tested(backend: str, device: str, driver: int) -> Finding:
+    """What the profile says of the self-test on this GPU."""
+    entry = evidence.found(evidence.SELFTEST, backend)
+    mend = f"{evidence.mend(evidence.SELFTEST)}; until it passes, `auto` runs on the torch process group"
+    if reason := evidence.misfit(evidence.SELFTEST, entry, device, driver):
+        return Finding(check="self-test", state=State.WARNING, value=reason, mend=mend)
+    if not entry.get("passed"):
+        first = next(iter(entry.get("failures", ())), "no case is named")
+        return Finding(check="self-test", state=State.WARNING, value=f"FAILED {entry.get('date')}: {first}", mend=mend)
+    return Finding(check="self-test", value=f"passed {entry.get('date')} on {entry.get('ranks')} ranks")
 
 
 def torch() -> Finding:
