@@ -125,8 +125,8 @@ class Case:
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors hold the same bytes; unlike ``==`` it finds a NaN equal to itself."""
-    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+    """Whether two tensors hold the same bytes, wherever they are; unlike ``==`` it finds a NaN equal to itself."""
+    return torch.equal(left.contiguous().view(torch.uint8).cpu(), right.contiguous().view(torch.uint8).cpu())
 
 
 def _torch_dtype(name: str) -> torch.dtype:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from dovetail.bench.baselines.copies import Copies
 from dovetail.bench.cases import Case
 from dovetail.bench.contender import Backend, Contender, check
-from dovetail.bench.spec import Spec
+from dovetail.bench.placement import Cpu, Placement
+from dovetail.bench.spec import CPU, OURS, Spec
 from dovetail.errors import DovetailError, NotSupported
 from dovetail.measure.interleave import interleave
 from dovetail.measure.stats import median
@@ -49,13 +50,14 @@ class Cell:
     rank: int
     start: Callable[[], object]
     agree: Agree
+    placement: Placement = field(default_factory=Cpu)
 
     def measure(self, wanted: list[tuple[Backend, str]]) -> tuple[list[dict[str, Any]], list[str]]:
         """Rows, one per contender that can run the case, and lines about those that cannot."""
         contenders, notes = self._bind(wanted)
         right = self._check(contenders, range(_CHECKS))
         timed = [contender for contender, is_right in zip(contenders, right, strict=True) if is_right]
-        limit = Copies().bind(self.case, "") if self.case.collective == "all_gather" else None
+        limit = Copies(self.placement).bind(self.case, "") if self._has_limit else None
         # Timed on the data of the last check, not on zeros, which some CPUs are said to write faster.
         # Sums in place soon reach infinity, which takes no longer to add than a number.
         timings = self._time([*timed, *([limit] if limit else [])])
@@ -72,6 +74,11 @@ class Cell:
                 row["limit_share"] = limit_us / timing.time_us if limit_us and timing.time_us else None
             rows.append(row)
         return rows, notes
+
+    @property
+    def _has_limit(self) -> bool:
+        """Plain copies bound an all-gather where all ranks' memory is the same: not on several GPUs."""
+        return self.case.collective == "all_gather" and (self.spec.backend == CPU or self.spec.gpus == 1)
 
     def _bind(self, wanted: list[tuple[Backend, str]]) -> tuple[list[Contender], list[str]]:
         """All ranks leave out the same contenders: one takes part where all ranks could bind it."""
@@ -137,6 +144,7 @@ class Cell:
 
     def _row(self, contender: Contender, timing: Timing) -> dict[str, Any]:
         case, time_us = self.case, timing.time_us
+        usual = self.spec.tensors if contender.backend in OURS else "ordinary"
         return {
             "collective": case.collective,
             "backend": contender.backend,
@@ -144,7 +152,7 @@ class Cell:
             "requested": contender.requested,
             "ranks": case.ranks,
             "size_bytes": case.size_bytes,
-            "tensors": self.spec.tensors if contender.backend == "cpu" else "ordinary",
+            "tensors": contender.tensors or usual,
             "time_us": None if time_us is None else round(time_us, 3),
             "algbw_gbps": None if time_us is None else case.algbw_gbps(time_us),
             "busbw_gbps": None if time_us is None else case.busbw_gbps(time_us),

@@ -22,7 +22,7 @@ class Contender:
     """A case made ready: `call` moves `inp` of all ranks to `out` of all ranks."""
 
     backend: str
-    """``cpu`` for Dovetail, otherwise the baseline's name."""
+    """``cpu`` or ``cuda`` for Dovetail, otherwise the baseline's name."""
     requested: str
     """The variant that was asked for, such as ``auto``."""
     variant: str
@@ -31,8 +31,11 @@ class Contender:
     out: torch.Tensor
     """Where the result appears; `inp` itself where the case is in place."""
     call: Callable[[], object]
+    """Returns when the result is there; on a GPU that is when the GPU is done."""
     reason: str = ""
     """Why this variant runs, where there was a choice."""
+    tensors: str = ""
+    """What `inp` and `out` are, where it is not what the spec says of ours and ``ordinary`` of a baseline's."""
 
 
 class Backend(Protocol):
@@ -40,7 +43,7 @@ class Backend(Protocol):
 
     @property
     def name(self) -> str:
-        """``cpu``, ``openmpi`` or ``gloo``."""
+        """``cpu``, ``cuda``, or that of a baseline."""
         ...
 
     def bind(self, case: Case, requested: str) -> Contender:

@@ -1,4 +1,4 @@
-"""The folder that a runner and its ranks share: spec and start line go in; progress, result and errors come out.
+"""The folder that a runner and its ranks share: what to run and where goes in; progress, result and errors come out.
 
 Owns the names and forms of the files in it, and nothing of what they mean. Rank 0 writes progress and result; every
 rank may leave an error.
@@ -7,6 +7,7 @@ rank may leave an error.
 from __future__ import annotations
 
 import json
+import pickle
 import time
 import traceback
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.bench import start
+from dovetail.bench.placement import Cpu, Placement
 from dovetail.bench.spec import Spec
 from dovetail.errors import DovetailError
 
@@ -24,8 +26,9 @@ class Folder:
 
     path: Path
 
-    def prepare(self, spec: Spec) -> None:
+    def prepare(self, spec: Spec, placement: Placement | None = None) -> None:
         """Put in what the ranks need."""
+        (self.path / "placement").write_bytes(pickle.dumps(placement or Cpu()))
         (self.path / "spec.json").write_text(spec.to_json(), encoding="utf-8")
         start.make(self.start, spec.ranks)
 
@@ -33,6 +36,12 @@ class Folder:
     def spec(self) -> Spec:
         """What to run."""
         return Spec.from_json((self.path / "spec.json").read_text(encoding="utf-8"))
+
+    @property
+    def placement(self) -> Placement:
+        """Where the tensors are; a copy for each rank to open."""
+        placement: Placement = pickle.loads((self.path / "placement").read_bytes())
+        return placement
 
     @property
     def start(self) -> Path:

@@ -1,7 +1,7 @@
 """Runs a benchmark: chooses the launcher, starts the ranks, follows them, and brings back what they measured.
 
 With Open MPI among the baselines the ranks are started by its ``mpirun`` and every contender runs in them; without it
-by `dovetail.launch`. Owns the processes and their folder until the end, however that comes about.
+by `dovetail.launch`, also on GPUs. Owns the processes and their folder until the end, however that comes about.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from dovetail import env
 from dovetail.bench import cores, mpirun
 from dovetail.bench.baselines import openmpi_c
 from dovetail.bench.folder import Folder
+from dovetail.bench.gpu import sharing
 from dovetail.bench.load import BUSY_SHARE, Others
-from dovetail.bench.spec import TORCH, Spec
+from dovetail.bench.placement import Placement, of
+from dovetail.bench.spec import CPU, TORCH, Spec
 from dovetail.errors import DovetailError, NotSupported, Timeout
 from dovetail.measure import openmpi, system
 
@@ -41,6 +43,8 @@ class Outcome:
     rows: list[dict[str, Any]]
     notes: list[str] = field(default_factory=list)
     """Lines for the reader: what was left out, and why."""
+    gpu: dict[str, Any] | None = None
+    """The GPU for the record, where one was used."""
 
     @property
     def correct(self) -> bool:
@@ -48,19 +52,23 @@ class Outcome:
         return all(row["correct"] for row in self.rows)
 
 
-def run(spec: Spec, progress: Progress | None = None) -> Outcome:
-    """Measure what `spec` asks for.
+def run(spec: Spec, progress: Progress | None = None, placement: Placement | None = None) -> Outcome:
+    """Measure what `spec` asks for, with the tensors that `placement` makes: by default those of the spec's backend.
 
     Raises:
         ValueError: a variant that none of the collectives has.
-        NotSupported: Open MPI is missing although ``DOVETAIL_REQUIRE`` names it.
+        NotSupported: a baseline cannot run here although ``DOVETAIL_REQUIRE`` names it, or there is no free GPU.
         DovetailError: a rank failed; the message is that of the first one.
     """
     if spec.variants:
         from dovetail import coll
 
         spec.check_variants({name: (*coll.variants(name), TORCH) for name in spec.collectives})
-    notes: list[str] = []
+    placement = placement or of(spec.backend)
+    site = placement.survey(spec.ranks)
+    baselines, notes = sharing.fitting(spec.baselines, spec.ranks, site, env.require())
+    notes += sharing.mps_notes(spec.ranks, site)
+    spec = replace(spec, baselines=baselines, gpus=min(site.gpus, spec.ranks))
     mpi = _open_mpi(notes) if "openmpi" in spec.baselines else None
     if mpi is None:
         spec = replace(spec, baselines=tuple(name for name in spec.baselines if name != "openmpi"))
@@ -68,14 +76,17 @@ def run(spec: Spec, progress: Progress | None = None) -> Outcome:
     others = Others()
     with tempfile.TemporaryDirectory(prefix="dovetail-bench-") as name:
         folder = Folder(Path(name))
-        folder.prepare(spec)
+        folder.prepare(spec, placement)
         if mpi is None:
             result = _launched(spec, folder, progress or _silent)
         else:
             result = _under_mpirun(spec, mpi, folder, progress or _silent)
             notes += _describe_open_mpi(result, spec, mpi)
             notes += openmpi_c.add(result["rows"], spec, mpi, _flags(spec, mpi), folder.path)
-    return Outcome(rows=result["rows"], notes=[*notes, *result["notes"], *_describe_load(result["rows"], others)])
+    if spec.backend != CPU:
+        sharing.describe(result["rows"], spec.gpus, site)
+    notes += [*result["notes"], *_describe_load(result["rows"], others)]
+    return Outcome(rows=result["rows"], notes=notes, gpu=placement.facts())
 
 
 def _open_mpi(notes: list[str]) -> openmpi.OpenMPI | None:

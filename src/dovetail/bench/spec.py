@@ -12,6 +12,11 @@ from typing import Any
 
 COLLECTIVES = ("all_gather", "all_to_all", "all_reduce", "reduce_scatter", "broadcast")
 BASELINES = ("openmpi", "gloo")
+GPU_BASELINES = ("gloo", "nccl", "nccl-ce")
+"""``nccl`` as torch ships it, ``nccl-ce`` with its collectives on copy engines; both need a GPU for each rank."""
+CPU, CUDA = "cpu", "cuda"
+OURS: dict[str, tuple[str, ...]] = {CPU: BASELINES, CUDA: GPU_BASELINES}
+"""Where Dovetail runs, which is what its rows have as their backend, and what it can be compared with there."""
 TENSORS = ("symmetric", "ordinary")
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
 AUTO, TORCH = "auto", "torch"
@@ -30,6 +35,8 @@ class Spec:
     """Bytes that each rank contributes."""
     variants: tuple[str, ...] = (AUTO,)
     """What is asked of Dovetail, the one that verdicts are about first; none measures the baselines alone."""
+    backend: str = CPU
+    """Where the tensors are: in host memory, or each rank's on its GPU."""
     baselines: tuple[str, ...] = ()
     tensors: str = "symmetric"
     """Where Dovetail's inputs and outputs lie; the baselines always have ordinary memory."""
@@ -44,12 +51,15 @@ class Spec:
     """A contender that is this many times slower than the fastest in the first few calls is not called again."""
     share_cores: bool = False
     """Whether ranks outnumber cores; the runner knows."""
+    gpus: int = 0
+    """GPUs that the ranks have, which they share in turn if there are fewer than ranks; the runner knows."""
     began_s: float = 0.0
     """When the run began, on the clock that processes share (`time.monotonic`); the runner knows."""
 
     def __post_init__(self) -> None:
         _all_in("collective", self.collectives, COLLECTIVES)
-        _all_in("baseline", self.baselines, BASELINES)
+        _all_in("backend", (self.backend,), tuple(OURS))
+        _all_in("baseline", self.baselines, OURS[self.backend])
         _all_in("tensors", (self.tensors,), TENSORS)
         _all_in("dtype", (self.dtype,), DTYPES)
         if not self.collectives or not self.sizes or not (self.variants or self.baselines):
@@ -71,6 +81,11 @@ class Spec:
         """Raise `ValueError` when a wanted variant is one of none of the collectives; `known` is all they have."""
         allowed = [AUTO, *dict.fromkeys(variant for name in self.collectives for variant in known[name])]
         _all_in(f"variant of {', '.join(self.collectives)}", self.variants, allowed)
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether some ranks have a GPU in common."""
+        return self.backend == CUDA and self.ranks > self.gpus
 
     def to_json(self) -> str:
         """The text that `from_json` reads."""

@@ -17,7 +17,8 @@ from typing import Any
 
 from dovetail import env, profile
 from dovetail.bench import runner
-from dovetail.bench.spec import COLLECTIVES, SWAP, TORCH, Spec
+from dovetail.bench.placement import Cpu, Placement
+from dovetail.bench.spec import COLLECTIVES, CPU, SWAP, TORCH, Spec
 from dovetail.errors import DovetailError
 from dovetail.measure import machine
 
@@ -49,8 +50,9 @@ def measure(
     sizes: Sequence[int],
     budget_s: float,
     progress: AbstractContextManager[runner.Progress | None],
+    placement: Placement | None = None,
 ) -> runner.Outcome:
-    """Every variant of every collective for every number of ranks, within about `budget_s`."""
+    """Every variant of every collective for every number of ranks, within about `budget_s`; on the CPU by default."""
     from dovetail import coll
 
     # The bench runs `swap` in place, and `auto` takes it for just those calls: it is no candidate for the others.
@@ -59,6 +61,8 @@ def measure(
     deadline = time.monotonic() + budget_s
     rows: list[Row] = []
     notes: list[str] = []
+    gpu: dict[str, Any] | None = None
+    where = placement or Cpu()
     with progress as tell:
         for index, number in enumerate(ranks):
             share_s = max((deadline - time.monotonic()) / (len(ranks) - index), 0.0)
@@ -69,31 +73,33 @@ def measure(
                 ranks=number,
                 sizes=tuple(sizes),
                 variants=variants,
+                backend=where.backend,
                 seconds=min(max(seconds, 1e-3), _MOST_S),
                 limit_s=share_s,
                 give_up=_GIVE_UP,
             )
-            outcome = runner.run(spec, tell)
+            outcome = runner.run(spec, tell, where)
+            gpu = outcome.gpu
             rows += outcome.rows
             notes += [f"{number} ranks: {note}" for note in outcome.notes]
-    return runner.Outcome(rows=rows, notes=notes)
+    return runner.Outcome(rows=rows, notes=notes, gpu=gpu)
 
 
-def save(found: Sequence[Winner]) -> Path:
-    """Write the profile of this machine; what it has for other numbers of ranks stays in it."""
+def save(found: Sequence[Winner], backend: str = CPU) -> Path:
+    """Write the profile of this machine; what it has for other numbers of ranks and backends stays in it."""
     if not found:
         raise DovetailError("nothing was measured within the budget; give more time")
     ranks = {winner.ranks for winner in found}
-    new = profile.Profile(key=machine.profile_key(ranks), sections={"coll": section(found)})
+    new = profile.Profile(key=machine.profile_key(ranks), sections={"coll": section(found, backend)})
     old, _ = profile.load(env.profile_path(), machine.profile_key())
     return profile.save(old.merged(new) if old else new)
 
 
-def winners(rows: Iterable[Row]) -> list[Winner]:
+def winners(rows: Iterable[Row], backend: str = CPU) -> list[Winner]:
     """The fastest correct variant for each collective, number of ranks and size, in the order of the rows."""
     cells: dict[tuple[str, int, int], list[Row]] = {}
     for row in rows:
-        if row["backend"] == "cpu" and row["correct"] and row["time_us"] is not None:
+        if row["backend"] == backend and row["correct"] and row["time_us"] is not None:
             cells.setdefault((row["collective"], row["ranks"], row["size_bytes"]), []).append(row)
     found = []
     for (collective, ranks, size_bytes), candidates in cells.items():
@@ -112,7 +118,7 @@ def winners(rows: Iterable[Row]) -> list[Winner]:
     return found
 
 
-def section(found: Sequence[Winner]) -> dict[str, Any]:
+def section(found: Sequence[Winner], backend: str = CPU) -> dict[str, Any]:
     """The section "coll": backend, collective, ranks -> rows ``[max_bytes or null, variant, time_us]``."""
     table: dict[str, dict[str, list[list[Any]]]] = {}
     for winner in found:
@@ -120,7 +126,7 @@ def section(found: Sequence[Winner]) -> dict[str, Any]:
     for collective, by_ranks in table.items():
         for ranks in by_ranks:
             by_ranks[ranks] = _ranges([w for w in found if w.collective == collective and str(w.ranks) == ranks])
-    return {"cpu": table}
+    return {backend: table}
 
 
 def _ranges(found: Sequence[Winner]) -> list[list[Any]]:

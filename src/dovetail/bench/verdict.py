@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dovetail.bench.spec import OURS
 from dovetail.measure.sizes import format_bytes
 from dovetail.measure.stats import geometric_mean
 
@@ -75,10 +76,11 @@ def verdicts(rows: Sequence[Row], requested: str | None = None) -> list[Verdict]
     found = []
     for collective in dict.fromkeys(row["collective"] for row in rows):
         own = [row for row in rows if row["collective"] == collective]
-        names = [row["requested"] for row in own if row["backend"] == "cpu"]
+        names = [row["requested"] for row in own if row["backend"] in OURS]
         name = requested if requested in names or not names else names[0]
-        ours = {row["size_bytes"]: row["time_us"] for row in own if (row["backend"], row["requested"]) == ("cpu", name)}
-        baselines = dict.fromkeys(row["backend"] for row in own if row["backend"] != "cpu")
+        mine = [row for row in own if row["backend"] in OURS and row["requested"] == name]
+        ours = {row["size_bytes"]: row["time_us"] for row in mine}
+        baselines = dict.fromkeys(row["backend"] for row in own if row["backend"] not in OURS)
         ratios = [_ratio(baseline, own, ours) for baseline in baselines]
         found.append(
             Verdict(

@@ -1,8 +1,8 @@
 """One rank of a benchmark: ``python -m dovetail.bench.worker FOLDER`` under mpirun, or `launched` by `dovetail.launch`.
 
-Owns what a rank opens: the start line, the process group of gloo (which also carries what the ranks tell each other),
-MPI, Dovetail's group. Nothing is told through stdout: rank 0 writes progress and result into the folder, and a rank
-that fails leaves its error there.
+Owns what a rank opens: its GPU if it has one, the start line, the process groups of gloo (which also carries what the
+ranks tell each other) and NCCL, MPI, Dovetail's group. Nothing is told through stdout: rank 0 writes progress and
+result into the folder, and a rank that fails leaves its error there.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from torch._C._distributed_c10d import FileStore
 
 from dovetail import env
 from dovetail.bench import cores, mpirun
-from dovetail.bench.baselines.gloo import Gloo
+from dovetail.bench.baselines.gloo import Gloo, StagedGloo
+from dovetail.bench.baselines.nccl import Nccl, NcclCe
 from dovetail.bench.baselines.openmpi import OpenMPI
 from dovetail.bench.cases import Case
 from dovetail.bench.cell import Cell
 from dovetail.bench.contender import Backend
 from dovetail.bench.folder import Folder
-from dovetail.bench.spec import Spec
+from dovetail.bench.placement import Placement
+from dovetail.bench.spec import CPU, Spec
 from dovetail.bench.start import StartLine
 from dovetail.measure.sizes import format_bytes
 
@@ -37,19 +39,21 @@ if TYPE_CHECKING:
 class Worker:
     """A rank at work; `close` ends what it opened."""
 
-    def __init__(self, folder: Folder, rank: int, spec: Spec, mpi: OpenMPI | None) -> None:
-        self._folder, self._rank, self._spec, self._mpi = folder, rank, spec, mpi
+    def __init__(self, folder: Folder, rank: int, spec: Spec, mpi: OpenMPI | None, placement: Placement) -> None:
+        self._folder, self._rank, self._spec, self._mpi, self._placement = folder, rank, spec, mpi, placement
         limit_s = env.timeout_s()
         self._start = StartLine(folder.start, rank, spec.ranks, share_cores=spec.share_cores, timeout_s=limit_s)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = FileStore(str(folder.store), spec.ranks)
         limit = timedelta(seconds=limit_s)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=spec.ranks, timeout=limit)
+        kind = placement.group_backend(spec)
+        dist.init_process_group(kind, store=store, rank=rank, world_size=spec.ranks, timeout=limit)
         self._group: Group | None = None
         if spec.variants:
             import dovetail
 
             self._group = dovetail.init()
+        self._baselines = self._open_baselines(kind)
 
     def run(self) -> dict[str, Any]:
         """Measure everything the spec asks for: rows, notes, and which MPI library was loaded."""
@@ -65,7 +69,9 @@ class Worker:
                 notes[f"out of time: {len(cells) - done} of {len(cells)} cases were not measured"] = None
                 break
             case = Case.of(collective, spec.ranks, size_bytes, spec.dtype)
-            cell = Cell(case=case, spec=spec, rank=self._rank, start=self._start, agree=self._agree)
+            cell = Cell(
+                case=case, spec=spec, rank=self._rank, start=self._start, agree=self._agree, placement=self._placement
+            )
             new_rows, new_notes = cell.measure(self._wanted(collective))
             rows += new_rows
             notes.update(dict.fromkeys(new_notes))
@@ -92,20 +98,35 @@ class Worker:
             from dovetail import coll
             from dovetail.bench.ours import Ours
 
-            ours = Ours(self._spec.tensors)
+            ours = Ours(self._spec.tensors, self._placement)
             wanted += [(ours, name) for name in self._spec.variants_of(collective, coll.variants(collective))]
+        return [*wanted, *((baseline, baseline.name) for baseline in self._baselines)]
+
+    def _open_baselines(self, kind: str) -> list[Backend]:
+        """All ranks together, since some have process groups of their own; `kind` is that of the default one."""
+        names = self._spec.baselines
+        found: list[Backend] = []
         if self._mpi is not None:
-            wanted.append((self._mpi, self._mpi.name))
-        if Gloo.name in self._spec.baselines:
-            wanted.append((Gloo(), Gloo.name))
-        return wanted
+            found.append(self._mpi)
+        if Gloo.name in names and self._spec.backend == CPU:
+            found.append(Gloo())
+        elif Gloo.name in names:
+            group = None if kind == "gloo" else dist.new_group(backend="gloo")
+            found.append(StagedGloo(self._placement, group))
+        if Nccl.name in names:
+            found.append(Nccl(self._placement))
+        if NcclCe.name in names:
+            found.append(NcclCe(self._placement, self._spec))
+        return found
 
 
 def work(folder: Folder, rank: int, mpi: OpenMPI | None) -> None:
     """Be `rank` of the benchmark in `folder`."""
     torch.set_num_threads(1)
     try:
-        worker = Worker(folder, rank, folder.spec, mpi)
+        placement = folder.placement
+        placement.open(rank)
+        worker = Worker(folder, rank, folder.spec, mpi, placement)
         result = worker.run()
         if rank == 0:
             folder.write_result(result)
@@ -116,12 +137,13 @@ def work(folder: Folder, rank: int, mpi: OpenMPI | None) -> None:
 
 
 def launched(folder: str) -> None:
-    """A rank of `dovetail.launch`, which has made its group; bound to a core as mpirun would."""
+    """A rank of `dovetail.launch`, which has made its group; on the CPU bound to a core as mpirun would."""
     import dovetail
 
-    rank = dovetail.init().rank
-    cores.bind(rank)
-    work(Folder(Path(folder)), rank, None)
+    rank, shared = dovetail.init().rank, Folder(Path(folder))
+    if shared.placement.binds_cores:
+        cores.bind(rank)
+    work(shared, rank, None)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""`dovetail bench`: our collectives beside Open MPI and gloo, in one run, with a verdict."""
+"""`dovetail bench`: our collectives beside Open MPI, gloo and NCCL, or a GPU's copy engines beside loops of copies."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dovetail.bench.spec import AUTO, BASELINES, COLLECTIVES, DTYPES, TENSORS, Spec
-from dovetail.measure.sizes import format_bytes, geometric
+from dovetail.bench.gpu.spec import BACKENDS, BESIDE, COPIES, PEERS, WORK, Bounds, CollectiveSpec, Effort, one_of
+from dovetail.bench.spec import AUTO, COLLECTIVES, CPU, CUDA, DTYPES, OURS, TENSORS, Spec
+from dovetail.measure.sizes import format_bytes, geometric, parse_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,11 +26,24 @@ dovetail bench all_to_all --variant auto,pcpy,b2b --baseline openmpi --json all_
 dovetail bench all_reduce --ranks 4 --tensors ordinary --dtype bfloat16 --baseline gloo
 
 dovetail bench all --quick
+
+dovetail bench all_gather --backend cuda --ranks 8 -b 1K -e 64M --energy
+
+dovetail bench all --backend cuda --peers ranks --ranks 4
+
+dovetail bench copies --backend cuda
+
+dovetail bench beside --backend cuda
 """
 _EVERY = "all"
+_COLLECTIVE_HELP = f"{', '.join(COLLECTIVES)}, or {_EVERY}; with --backend cuda and host peers: {', '.join(WORK)}."
+_BASELINE_HELP = f"Out of {', '.join(OURS[CPU])}; between ranks on GPUs {', '.join(OURS[CUDA])}; or none. Default: all."
+_END, _RANKS = "16M", {CPU: 2, CUDA: 4}
 _NONE = "none"
+_HOST, _RANK_PROCESSES = PEERS
 _QUICK_S, _SECONDS = 0.03, 0.25
 _QUICK_LIMIT_S = 45.0
+_ROUNDS = 20
 
 
 def register(app: typer.Typer) -> None:
@@ -38,53 +52,116 @@ def register(app: typer.Typer) -> None:
 
 
 def bench(
-    collective: Annotated[str, typer.Argument(metavar="COLLECTIVE", help=f"{', '.join(COLLECTIVES)}, or {_EVERY}.")],
-    ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many ranks.")] = 2,
+    collective: Annotated[str, typer.Argument(metavar="COLLECTIVE", help=_COLLECTIVE_HELP)],
+    backend: Annotated[str, typer.Option(help="cpu, or cuda: tensors on GPUs.")] = BACKENDS[0],
+    peers: Annotated[str | None, typer.Option(help="cuda: host memory (the default), or ranks.")] = None,
+    ranks: Annotated[int | None, typer.Option("--ranks", "-n", help="How many ranks: 2; cuda 4.")] = None,
     begin: Annotated[str, typer.Option("--begin", "-b", help="Smallest size: what each rank contributes.")] = "1K",
-    end: Annotated[str, typer.Option("--end", "-e", help="Largest size.")] = "16M",
+    end: Annotated[str | None, typer.Option("--end", "-e", help="Largest size: 16M; copies 1G.")] = None,
     factor: Annotated[float, typer.Option("--factor", "-f", help="From one size to the next.")] = 4,
     variant: Annotated[str, typer.Option(help="Variants of ours; the verdict is about the first.")] = AUTO,
-    baseline: Annotated[str, typer.Option(help=f"Out of {', '.join(BASELINES)}; or {_NONE}.")] = ",".join(BASELINES),
+    baseline: Annotated[str | None, typer.Option(help=_BASELINE_HELP)] = None,
     tensors: Annotated[str, typer.Option(help=f"Our tensors: {' or '.join(TENSORS)}.")] = TENSORS[0],
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = DTYPES[0],
     iters: Annotated[int | None, typer.Option(help="Calls of each at each size; as many as fit if not given.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Less time for each size.")] = False,
+    energy: Annotated[bool, typer.Option("--energy", help="cuda: joules per GB too.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="cuda: measure although others use the GPU.")] = False,
+    pin: Annotated[str | None, typer.Option(metavar="SIZE", help="cuda: host memory to pin at most.")] = None,
     json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write a record to FILE.")] = None,
 ) -> None:
     """Measure a collective beside its baselines, in the manner of nccl-tests.
 
     Every result is checked on fresh random data before it is timed. All contenders run in the same processes, in turn,
     from a common start; the time is the slowest rank's median. Exit 1 if a result was wrong.
+
+    With --backend cuda rank 0 is the GPU and its peers are pinned host memory of this process: what is timed is what
+    crosses the link. There are also copies (single ones) and beside (a GEMM beside transfers). With --peers ranks there
+    are rank processes with tensors on their GPUs, which ranks beyond the GPUs share; a call ends when the GPU is done.
     """
+    one_of("backend", backend, BACKENDS)
+    one_of("peers", peers or _HOST, PEERS)
+    if backend == CUDA and peers != _RANK_PROCESSES:
+        ranks_only = {
+            "baseline": baseline is not None,
+            "tensors": tensors != TENSORS[0],
+            "dtype": dtype != DTYPES[0],
+        }
+        _refuse(ranks_only, "--backend cpu and --peers ranks")
+        bounds = Bounds(force=force, pin_bytes=None if pin is None else parse_bytes(pin))
+        effort = Effort(seconds=_QUICK_S if quick else _SECONDS, iterations=iters)
+        _on_gpu(collective, (begin, end, factor), ranks, variant, effort, bounds, energy, json)
+        return
+    _refuse({"energy": energy, "pin": pin is not None}, "--backend cuda with host peers")
+    if backend == CPU:
+        _refuse({"force": force, "peers": peers is not None}, "--backend cuda")
+    if collective in (COPIES, BESIDE):
+        there = "with host peers: leave --peers out" if backend == CUDA else "on a GPU: add --backend cuda"
+        raise ValueError(f"collective: {collective!r} is measured {there}")
     spec = Spec(
         collectives=COLLECTIVES if collective == _EVERY else (collective,),
-        ranks=ranks,
-        sizes=tuple(geometric(begin, end, factor)),
+        ranks=_RANKS[backend] if ranks is None else ranks,
+        sizes=tuple(geometric(begin, end or _END, factor)),
         variants=words(variant),
-        baselines=() if baseline == _NONE else words(baseline),
+        backend=backend,
+        baselines=OURS[backend] if baseline is None else () if baseline == _NONE else words(baseline),
         tensors=tensors,
         dtype=dtype,
         iterations=iters,
         seconds=_QUICK_S if quick else _SECONDS,
         limit_s=_QUICK_LIMIT_S if quick else None,
     )
-    from dovetail.bench import runner
+    from dovetail.bench import placement, runner
     from dovetail.bench.verdict import verdicts
 
     with progress_bar() as progress:
-        outcome = runner.run(spec, progress)
+        outcome = runner.run(spec, progress, placement.of(backend, force=force))
     _show(outcome.rows, spec)
     for note in outcome.notes:
         print(f"note: {note}", file=sys.stderr)
-    print("ratio = baseline's time / our time, geometric mean over sizes; time = slowest rank's median")
+    until = ", until the GPU is done" if backend == CUDA else ""
+    print(f"ratio = baseline's time / our time, geometric mean over sizes; time = slowest rank's median{until}")
     for verdict in verdicts(outcome.rows):
         print(verdict.line())
     if json is not None:
-        from dovetail.measure import record
+        from dovetail.cli import _gpu
 
-        record.write(record.new("bench", ["dovetail", *sys.argv[1:]], outcome.rows), json)
+        _gpu.write("bench", outcome.rows, outcome.gpu, json)
     if not outcome.correct:
         raise typer.Exit(1)
+
+
+def _refuse(given: dict[str, bool], others: str) -> None:
+    """Raise `ValueError` for an option that is given and belongs to `others`."""
+    for option in (name for name, is_given in given.items() if is_given):
+        raise ValueError(f"--{option} is for {others}")
+
+
+def _on_gpu(
+    collective: str, sizes: tuple[str, str | None, float], ranks: int | None, variant: str, effort: Effort,
+    bounds: Bounds, energy: bool, json: Path | None,
+) -> None:  # fmt: skip
+    """The part with ``--backend cuda``."""
+    one_of("collective", collective, WORK)
+    if energy and collective == COPIES:
+        raise ValueError("--energy is for collectives and beside: single copies are too short for a window")
+    begin, end, factor = sizes
+    number = _RANKS[CUDA] if ranks is None else ranks
+    range_of_sizes = tuple(geometric(begin, end or ("1G" if collective == COPIES else _END), factor))
+    variants = () if variant == AUTO else words(variant)
+    # Always made: a wrong number of ranks is refused, whatever is measured.
+    first = collective if collective not in (COPIES, BESIDE) else WORK[0]
+    spec = CollectiveSpec(collective=first, sizes=range_of_sizes, ranks=number, variants=variants, effort=effort)
+    from dovetail.cli import _gpu
+
+    with progress_bar() as progress:
+        if collective == COPIES:
+            outcome = _gpu.copies(range_of_sizes, effort, bounds, progress)
+        elif collective == BESIDE:
+            outcome = _gpu.beside(number, effort.iterations or _ROUNDS, bounds, energy, progress)
+        else:
+            outcome = _gpu.collective(spec, bounds, energy, progress)
+    _gpu.show(outcome, json)
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -123,7 +200,9 @@ def _table(collective: str, rows: list[dict[str, Any]], spec: Spec) -> Table:
 
     with_c = any(row.get("c_time_us") is not None for row in rows)
     with_limit = any("limit_us" in row for row in rows)
-    title = f"{collective}, {spec.ranks} ranks, {spec.dtype}, {spec.tensors} tensors"
+    gpus = rows[0].get("gpus")
+    where = f" on {gpus} GPU{'s' if gpus != 1 else ''}" if gpus else ""
+    title = f"{collective}, {spec.ranks} ranks{where}, {spec.dtype}, {spec.tensors} tensors"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("size\nB")
     table.add_column("\ncontender")
@@ -136,7 +215,7 @@ def _table(collective: str, rows: list[dict[str, Any]], spec: Spec) -> Table:
     table.add_column("\ncorrect")
     for size_bytes in dict.fromkeys(row["size_bytes"] for row in rows):
         here = [row for row in rows if row["size_bytes"] == size_bytes]
-        ours = here[0]["time_us"] if here[0]["backend"] == "cpu" else None
+        ours = here[0]["time_us"] if here[0]["backend"] in OURS else None
         for index, row in enumerate(here):
             cells = [format_bytes(size_bytes) if index == 0 else "", _name(row)]
             cells += [_number(row[name]) for name in ("time_us", "algbw_gbps", "busbw_gbps")]

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from dovetail.bench.gpu.spec import BACKENDS, Bounds, one_of
 from dovetail.cli.bench import progress_bar
-from dovetail.measure.sizes import format_bytes, geometric
+from dovetail.measure.sizes import format_bytes, geometric, parse_bytes
 
 _EXAMPLES = """Examples:
 
 dovetail phases
 
 dovetail phases -b 1K -e 64M -f 2 --json phases.json
+
+dovetail phases --backend cuda
 """
 
 
@@ -25,10 +28,13 @@ def register(app: typer.Typer) -> None:
 
 
 def phases(
+    backend: Annotated[str, typer.Option(help="cpu, or cuda: a copy from host to GPU.")] = BACKENDS[0],
     begin: Annotated[str, typer.Option("--begin", "-b", help="Smallest copy.")] = "1K",
     end: Annotated[str, typer.Option("--end", "-e", help="Largest copy.")] = "16M",
     factor: Annotated[float, typer.Option("--factor", "-f", help="From one size to the next.")] = 4,
     iters: Annotated[int | None, typer.Option(min=1, help="Copies of each size; by size if not given.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="cuda: measure although others use the GPU.")] = False,
+    pin: Annotated[str | None, typer.Option(metavar="SIZE", help="cuda: host memory to pin at most.")] = None,
     json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write a record to FILE.")] = None,
 ) -> None:
     """Take the time of a copy by an engine apart: control, schedule, copy, sync.
@@ -36,15 +42,26 @@ def phases(
     Control: the command is built and put into the queue. Schedule: until the engine begins it. Copy: the bytes move.
     Sync: until the caller knows.
     """
+    one_of("backend", backend, BACKENDS)
     sizes = geometric(begin, end, factor)
+    bounds = Bounds(force=force, pin_bytes=None if pin is None else parse_bytes(pin))
+    if backend == "cpu" and bounds != Bounds():
+        raise ValueError("--force and --pin are for --backend cuda")
     from rich.console import Console
     from rich.table import Table
 
     from dovetail.bench.phases import PHASES, measure
+    from dovetail.cli import _gpu
 
+    facts: dict[str, Any] = {}
     with progress_bar() as progress:
-        found = measure(sizes, iters, progress)
-    table = Table(title="phases of a copy, backend cpu: us (share)", title_justify="left", box=None, pad_edge=False)
+        if backend == "cuda":
+            found, facts = _gpu.phases(sizes, iters, bounds, progress)
+        else:
+            found = measure(sizes, iters, progress)
+    table = Table(
+        title=f"phases of a copy, backend {backend}: us (share)", title_justify="left", box=None, pad_edge=False
+    )
     table.add_column("size B")
     for name in (*PHASES, "total us", "not copying"):
         table.add_column(name, justify="right")
@@ -53,7 +70,15 @@ def phases(
         table.add_row(format_bytes(row["size_bytes"]), *cells, f"{row['total_us']:.4g}", f"{1 - row['copy_share']:.0%}")
     console = Console() if sys.stdout.isatty() else Console(width=120)
     console.print(table)
+    if backend == "cuda":
+        print(f"sync and schedule are known to {max(row['clock_error_us'] for row in found):.3g} us: the clocks' error")
     if json is not None:
-        from dovetail.measure import record
+        if backend == "cuda":
+            _gpu.write("phases", found, facts, json)
+        else:
+            from dovetail.measure import record
 
-        record.write(record.new("phases", ["dovetail", *sys.argv[1:]], found), json)
+            record.write(record.new("phases", ["dovetail", *sys.argv[1:]], found), json)
+    if not all(row.get("correct", True) for row in found):
+        print("dovetail: the copy arrived changed", file=sys.stderr)
+        raise typer.Exit(1)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dovetail.bench.gpu.spec import BACKENDS, one_of
+from dovetail.bench.spec import CPU
 from dovetail.cli.bench import progress_bar, words
 from dovetail.measure.sizes import format_bytes, geometric
 
@@ -20,6 +22,8 @@ _EXAMPLES = """Examples:
 dovetail tune
 
 dovetail tune --only coll --ranks 2,4,8 --budget 2m --json tune.json
+
+dovetail tune --backend cuda --ranks 4
 """
 _SECTIONS = ("coll",)
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -32,40 +36,56 @@ def register(app: typer.Typer) -> None:
 
 def tune(
     only: Annotated[str, typer.Option(help=f"Sections of the profile, out of {', '.join(_SECTIONS)}.")] = "coll",
+    backend: Annotated[str, typer.Option(help="cpu, or cuda: tensors on GPUs, shared by ranks beyond them.")] = CPU,
     budget: Annotated[str, typer.Option(help="Time for everything, such as 60s or 2m.")] = "60s",
     ranks: Annotated[str, typer.Option(help="Numbers of ranks to measure.")] = "2,4",
     begin: Annotated[str, typer.Option("--begin", "-b", help="Smallest size.")] = "1K",
     end: Annotated[str, typer.Option("--end", "-e", help="Largest size.")] = "16M",
     factor: Annotated[float, typer.Option("--factor", "-f", help="From one size to the next.")] = 4,
+    force: Annotated[bool, typer.Option("--force", help="cuda: measure although others use the GPU.")] = False,
     json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write a record to FILE.")] = None,
 ) -> None:
     """Measure every variant of every collective, and torch's own, and save the fastest by ranks and size.
 
-    The profile goes to ~/.cache/dovetail/ or DOVETAIL_PROFILE; figures in it for other numbers of ranks are kept. A
-    variant with a wrong result is never chosen. Exit 1 if there was one.
+    The profile goes to ~/.cache/dovetail/ or DOVETAIL_PROFILE; figures in it for other numbers of ranks and for the
+    other backend are kept, and so is all else in it. A variant with a wrong result is never chosen. Exit 1 if there was
+    one. On a GPU `auto` uses the figures where the self-test has passed (dovetail doctor --selftest).
     """
+    one_of("backend", backend, BACKENDS)
+    if force and backend == CPU:
+        raise ValueError("--force is for --backend cuda")
     for name in words(only):
         if name not in _SECTIONS:
             raise ValueError(f"--only: {name!r} is not known; there are {', '.join(_SECTIONS)}")
     numbers = _numbers(ranks)
     sizes = geometric(begin, end, factor)
     budget_s = parse_seconds(budget)
+    from dovetail.bench import placement
     from dovetail.bench import tune as tuning
 
-    outcome = tuning.measure(numbers, sizes, budget_s, progress_bar())
-    found = tuning.winners(outcome.rows)
-    saved = tuning.save(found)
+    outcome = tuning.measure(numbers, sizes, budget_s, progress_bar(), placement.of(backend, force=force))
+    found = tuning.winners(outcome.rows, backend)
+    saved = tuning.save(found, backend)
     _show(found)
     print(f"profile: {saved}")
-    for note in outcome.notes:
+    for note in [*outcome.notes, *_untested(backend)]:
         print(f"note: {note}", file=sys.stderr)
     if json is not None:
-        from dovetail.measure import record
+        from dovetail.cli import _gpu
 
-        record.write(record.new("tune", ["dovetail", *sys.argv[1:]], outcome.rows), json)
+        _gpu.write("tune", outcome.rows, outcome.gpu, json)
     if not outcome.correct:
         print("a result was WRONG; that variant is not in the profile", file=sys.stderr)
         raise typer.Exit(1)
+
+
+def _untested(backend: str) -> list[str]:
+    """A line where `auto` will not take the figures yet."""
+    from dovetail.measure import evidence
+
+    if backend == CPU or evidence.found(evidence.SELFTEST, backend).get("passed"):
+        return []
+    return ["`auto` takes these figures once the self-test has passed: run `dovetail doctor --selftest`"]
 
 
 def parse_seconds(text: str) -> float:
