@@ -22,7 +22,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 NATIVE_SOURCES := $(wildcard native/*.cpp native/*.h native/*.hpp native/CMakeLists.txt)
 SERIAL_TIERS := $(wildcard tests/ranks tests/interp tests/gpu tests/browser)
 
-.PHONY: help setup demo test lint types wheel clean FORCE
+.PHONY: help setup demo test covered lint types wheel clean FORCE
 
 help:  ## say what can be made
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -36,11 +36,19 @@ demo: setup  ## set up, say what this machine has, and measure every collective
 	$(BIN)/dovetail bench all --quick
 
 test: setup lint types  ## set up and run every check: lint, types, layers, all tests
-	$(BIN)/python -m pytest tests/unit -n 2 --dist worksteal
+	$(BIN)/python -m pytest tests/unit -n 2 --dist worksteal --ignore-glob='*/test_gpu_*'
+	@$(MAKE) covered
 	@for tier in $(SERIAL_TIERS); do \
 	  echo "$(BIN)/python -m pytest $$tier"; \
-	  $(BIN)/python -m pytest $$tier || [ $$? -eq 5 ] || exit 1; \
+	  $(BIN)/python -m pytest $$tier --ignore=tests/ranks/test_gpu_ranks.py || [ $$? -eq 5 ] || exit 1; \
 	done
+
+covered: setup  ## the GPU executor on stand-in drivers, and how much of it they reach
+	@rm -f .coverage .coverage.*
+	$(BIN)/python -m coverage run -m pytest tests/unit/test_gpu_*.py -n 2 --dist worksteal
+	$(BIN)/python -m coverage run -m pytest tests/ranks/test_gpu_ranks.py
+	$(BIN)/python -m coverage combine -q
+	$(BIN)/python -m tests.covered
 
 lint: setup  ## ruff and the layers contract
 	$(BIN)/python -m ruff check .
@@ -54,7 +62,7 @@ wheel: setup  ## build dist/dovetail_ml-*.whl, which installs without a compiler
 	@ls dist/*.whl
 
 clean:  ## remove everything that make has made
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .grimp_cache
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .grimp_cache .coverage*
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- set-up ----------------------------------------------------------------------------------------------------------

@@ -282,6 +282,25 @@ def test_callbacks_futures_and_waits(ready: Ready, world: int) -> None:
     ready.run(world, job)
 
 
+@pytest.mark.parametrize("world", [2])
+def test_reductions_are_a_kernels(ready: Ready, world: int) -> None:
+    """A reduction reads and writes with compute cores; before a call is issued nothing is claimed."""
+
+    def job() -> None:
+        g = set_up()
+        t, out = (workers.make("symmetric", g.rank, n, torch.float32) for n in (64, 32))
+        work = dovetail.reduce_scatter_tensor(out, t.fill_(1), async_op=True)
+        assert "copy engine" not in work.ticket.engine
+        work.synchronize()
+        assert work.ticket.engine == "reduce: SM kernel"
+        assert work.ticket.cores == g.gpu.world.device.driver.num_multiprocessors(0)
+        work = dovetail.all_reduce(t, variant="twoshot", async_op=True)
+        work.synchronize()
+        assert work.ticket.engine == "d2d: unproved, reduce: SM kernel"
+
+    ready.run(world, job)
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_armed(ready: Ready, world: int) -> None:
     """Nothing is moved before `fire`; what counts is the input at that moment. A kernel can open the gate as well."""

@@ -282,6 +282,13 @@ CUresult cuStreamQuery(CUstream stream) {
     return code_of(stream_query(stream));
 }
 
+CUresult cuThreadExchangeStreamCaptureMode(int* mode) {
+    ENTER("cuThreadExchangeStreamCaptureMode", "mode=%d", *mode);
+    thread_local int current = 0;
+    std::swap(*mode, current);
+    return 0;
+}
+
 CUresult cuStreamIsCapturing(CUstream stream, int* out) {
     ENTER_CONTEXT("cuStreamIsCapturing", "stream=%p", static_cast<void*>(stream));
     if (!stream_known(stream)) return 400;
@@ -548,6 +555,7 @@ CUresult cuGetProcAddress_v2(const char* symbol, void** out, int asked, unsigned
         ENTRY(cuStreamSynchronize, 2000, cuStreamSynchronize),
         ENTRY(cuStreamQuery, 2000, cuStreamQuery),
         ENTRY(cuStreamIsCapturing, 10000, cuStreamIsCapturing),
+        ENTRY(cuThreadExchangeStreamCaptureMode, 10010, cuThreadExchangeStreamCaptureMode),
         ENTRY(cuStreamWaitEvent, 3020, cuStreamWaitEvent),
         ENTRY(cuEventCreate, 2000, cuEventCreate),
         ENTRY(cuEventDestroy, 4000, cuEventDestroy_v2),

@@ -277,6 +277,13 @@ int hipStreamQuery(Stream* stream) {
     return done(standin::stream_query(stream));
 }
 
+int hipThreadExchangeStreamCaptureMode(int* mode) {
+    ENTER();
+    thread_local int current = 0;
+    std::swap(*mode, current);
+    return 0;
+}
+
 int hipStreamIsCapturing(Stream* stream, int* out) {
     ENTER();
     if (!standin::stream_known(stream)) return done(400);

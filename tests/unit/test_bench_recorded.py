@@ -9,6 +9,8 @@ import pytest
 
 from dovetail import cli
 from dovetail.bench import phases, runner
+from dovetail.bench.gpu import session, sharing
+from dovetail.cli import doctor
 from dovetail.measure import record
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -28,7 +30,15 @@ def accept(*_: object) -> Any:
 def test_command_is_understood(case: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "run", accept)
     monkeypatch.setattr(phases, "measure", accept)
+    monkeypatch.setattr(session, "Session", accept)
+    monkeypatch.setattr(sharing, "survey", accept)
+    monkeypatch.setattr(doctor, "_gpu_backend", lambda: "cuda")
+    monkeypatch.setattr(doctor, "_prove", accept)
+    monkeypatch.setattr(doctor, "_selftest", accept)
     program, *words = shlex.split(case["command"])
+    if program == "python":
+        assert (FOLDER.parent / (words[1].replace(".", "/") + ".py")).is_file()
+        return
     assert program == "dovetail"
     with pytest.raises(Accepted):
         cli.main(words)

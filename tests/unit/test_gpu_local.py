@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import threading
 import time
@@ -289,7 +290,7 @@ def test_streams_behind_gates(control: Control, device: Device, heaps: list[Heap
     runners = [LocalRunner(device, plan, host_ranks=HOST, most_streams=1) for _ in range(5)]
     runs = [runners[k].submit(moved[k].buffers, gated=True) for k in range(3)]
     until(lambda: control.parked() == 3)
-    with pytest.raises(NotSupported, match="3 of 4 streams stand behind gates and one must stay free, so 1 more can't"):
+    with pytest.raises(NotSupported, match="3 of 4 streams of this process stand behind gates .* so 1 more can't"):
         runners[3].submit(moved[3].buffers, gated=True)
     runners[4].submit(moved[4].buffers).wait(20)
     assert moved[4].all
@@ -391,6 +392,35 @@ def test_a_capturing_stream_is_refused(device: Device, heaps: list[Heap]) -> Non
         device.disarm(device._streams)
         bound.submit(after=stream).wait(20)
         assert moved.all
+    driver.stream_destroy(stream)
+
+
+def test_what_no_graph_can_hold(device: Device, heaps: list[Heap]) -> None:
+    """Gates and stamps; and a graph is not launched into a stream that captures another."""
+    driver = device.driver
+    device.enter()
+    moved = Moved(heaps)
+    gated = LocalRunner(device, passes.prelaunch(copies()), host_ranks=HOST)
+    with gated, pytest.raises(NotSupported, match="waits for a gate or for another process"):
+        gated.graph(moved.buffers)
+    plain = copies()
+    stamped = plain.replace(
+        queues=tuple(dataclasses.replace(q, steps=st.sequence(q.steps, st.stamp(0))) for q in plain.queues[:1])
+        + plain.queues[1:]
+    )
+    with LocalRunner(device, stamped, host_ranks=HOST) as runner, pytest.raises(NotSupported, match="takes stamps"):
+        runner.graph(moved.buffers)
+    stream = driver.stream_create()
+    with LocalRunner(device, plain, host_ranks=HOST) as runner:
+        graph = runner.graph(moved.buffers)
+        driver.graph_begin(stream)
+        with pytest.raises(NotSupported, match="launch this one outside of the capture"):
+            graph.submit(after=stream)
+        driver.graph_destroy(driver.graph_end(stream))
+        assert moved.none
+        graph.submit(after=stream).wait(20)
+        assert moved.all
+        graph.close()
     driver.stream_destroy(stream)
 
 

@@ -110,8 +110,9 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def gpu(version: int = 13000) -> SimpleNamespace:
-    return SimpleNamespace(caps=SimpleNamespace(backend="cuda"), name="H200", driver=SimpleNamespace(version=version))
+def gpu(version: int = 13000, gpus: int = 1) -> SimpleNamespace:
+    driver = SimpleNamespace(version=version, num_devices=lambda: gpus)
+    return SimpleNamespace(caps=SimpleNamespace(backend="cuda"), name="H200", driver=driver)
 
 
 def test_what_is_saved_opens_the_gate(saved: Path) -> None:
@@ -135,6 +136,7 @@ def test_what_is_saved_opens_the_gate(saved: Path) -> None:
     assert here.sections["engines"]["cuda"]["paths"] == {"h2d": "copy engine"}  # the older proof is gone as a whole
     assert choose.untested(here.sections["selftest"], gpu()) is None
     assert "not here" in str(choose.untested(here.sections["selftest"], gpu(13010)))
+    assert "on one H200 only" in str(choose.untested(here.sections["selftest"], gpu(gpus=2)))
 
 
 def test_ranks_without_figures_still_see_the_self_test(saved: Path) -> None:

@@ -180,14 +180,15 @@ def _selftest(backend: str | None, ranks: int | None, limit_s: float, json: Path
             raise NotSupported(
                 f"torch {torch.__version__} finds no GPU for backend {chosen}; `dovetail doctor` says why"
             )
-    number = ranks if ranks is not None else selftest.default_ranks(driver.num_devices() if driver else 0)
+    gpus = driver.num_devices() if driver else 0
+    number = ranks if ranks is not None else selftest.default_ranks(gpus)
     with progress_bar() as progress:
         outcome = selftest.run(chosen, number, limit_s=limit_s, progress=progress)
     _show_outcome(outcome)
     facts = None
     if driver is not None:
         name, version = driver.device_name(0), driver.version
-        print(f"profile: {evidence.save(evidence.SELFTEST, chosen, outcome.entry(name, version))}")
+        print(f"profile: {evidence.save(evidence.SELFTEST, chosen, outcome.entry(name, version, gpus))}")
         facts = state.describe(driver.device_uuid(0), num_multiprocessors=driver.num_multiprocessors(0))
     if json is not None:
         _write("selftest", outcome.rows(), json, facts)

@@ -69,6 +69,7 @@ class Staged:
 
     def __init__(self, work: Any, back: list[tuple[Any, Any]]) -> None:
         self._work, self._back = work, back
+        self._written = [gpu for gpu, _ in back]
 
     def wait(self, *timeout: Any) -> bool:
         """Blocks until the results are on their way to the GPU, in torch's current stream."""
@@ -77,6 +78,15 @@ class Staged:
             gpu.copy_(host)
         self._back = []
         return bool(done)
+
+    def synchronize(self) -> None:
+        """Blocks until the results are on the GPU; the inner work's own would leave them on the host."""
+        self.wait()
+
+    def result(self) -> list[Any]:
+        """The GPU's tensors, when the results are on their way to them."""
+        self.wait()
+        return self._written
 
     def is_completed(self) -> bool:
         """True once the results are on their way to the GPU: brings them there if they are due."""

@@ -106,6 +106,8 @@ def untested(selftest: dict[str, Any], device: Device) -> str | None:
         return f"the self-test has not run on {device.name}: {mend}"
     if found.get("device") != device.name or found.get("driver") != device.driver.version:
         return f"the self-test passed on {found.get('device')} with driver {found.get('driver')}, not here: {mend}"
+    if found.get("gpus", 1) < 2 <= device.driver.num_devices():
+        return f"the self-test passed with ranks on one {device.name} only, and this process sees several: {mend}"
     if not found.get("passed"):
         return f"the self-test failed on {device.name} ({found.get('date', 'no date')}): {mend}"
     return None
@@ -119,16 +121,17 @@ def _say_once(reason: str) -> None:
 def engine_of(group: Group, device: Device) -> Callable[[dict[str, int]], tuple[str, int]]:
     """Who moves bytes on which path ("h2d", "d2h", "d2d"), and how many multiprocessors that takes.
 
-    From the proof that `dovetail doctor --prove` left in the profile; without one, what a vendor is known to do.
+    From the proof that `dovetail doctor --prove` left in the profile; without one a path is unproved. Reductions are a
+    kernel of ours, which needs no proof.
     """
     told = settings(group).get("engines", {}).get(device.caps.backend, {})
     here = told if told.get("device") == device.name and told.get("driver") == device.driver.version else {}
-    proved = here.get("paths", {})
+    proved = {**here.get("paths", {}), "reduce": "SM kernel"}
     cores = device.driver.num_multiprocessors(device.index)
 
     def describe(paths: dict[str, int]) -> tuple[str, int]:
         names = {path: proved.get(path, "unproved") for path in paths}
-        text = ", ".join(f"{path}: {who}" for path, who in sorted(names.items())) or device.caps.engine
+        text = ", ".join(f"{path}: {who}" for path, who in sorted(names.items())) or "unproved"
         return text, cores if "SM kernel" in names.values() else 0
 
     return describe

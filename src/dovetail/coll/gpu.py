@@ -212,7 +212,7 @@ class GpuWork:
     @property
     def ticket(self) -> Ticket:
         """Choice, reason, engine, bytes and cores. Final once the call is issued."""
-        if not self._issued.done():
+        if not self._issued.done() or self._issued.exception() is not None:
             return self._bound.ticket(None, DIRECT)
         return self._bound.ticket(*self._issued.result())
 

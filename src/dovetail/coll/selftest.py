@@ -78,8 +78,8 @@ class Outcome:
             "seed": self.seed, "cases": tried, "failed": len(failed), "failures": own, "ended": self.ended,
         }  # fmt: skip
 
-    def entry(self, device: str, driver: int) -> dict[str, Any]:
-        """What the profile keeps of it."""
+    def entry(self, device: str, driver: int, num_gpus: int = 1) -> dict[str, Any]:
+        """What the profile keeps of it. `num_gpus`: how many the ranks could see."""
         counts: dict[str, dict[str, int]] = {}
         for row in self.rows():
             into = counts.setdefault(row["collective"], {"cases": 0, "failed": 0})
@@ -87,8 +87,8 @@ class Outcome:
             into["failed"] += row["failed"]
         texts = [*([self.ended] if self.ended else []), *map(str, self.failures)]
         facts = {
-            "passed": self.passed, "ranks": self.ranks, "seed": self.seed, "collectives": counts,
-            "failures": texts[:_MOST_KEPT],
+            "passed": self.passed, "ranks": self.ranks, "gpus": min(self.ranks, num_gpus), "seed": self.seed,
+            "collectives": counts, "failures": texts[:_MOST_KEPT],
         }  # fmt: skip
         return evidence.stamped(device, driver, facts)
 

@@ -84,8 +84,8 @@ def mps_notes(ranks: int, site: Site) -> list[str]:
     why = site.mps.removeprefix("off").removeprefix(": ")
     line = (
         f"{ranks} ranks share {counted(site.gpus)} and MPS is off{f' ({why})' if why else ''}: their kernels run in "
-        "turns, a time slice each, so small sizes are far slower (1 KB all_gather, pcpy, 4 ranks on an H200: 2.6 ms, "
-        "with MPS 0.45 ms). Before the run: nvidia-cuda-mps-control -d; after it: echo quit | nvidia-cuda-mps-control"
+        "turns, a time slice each, so small sizes are far slower (1 KB all_gather, 4 ranks on an H200: 0.85 ms, "
+        "with MPS 0.25 ms). Before the run: nvidia-cuda-mps-control -d; after it: echo quit | nvidia-cuda-mps-control"
     )
     return [line]
 

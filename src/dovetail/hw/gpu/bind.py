@@ -69,7 +69,7 @@ class Script:
 
     calls: list[Call | Words]
     num_copies: int
-    bytes_by_path: dict[str, int]  #: "h2d", "d2h", "d2d" in one GPU, "p2p" between two, "h2h" -> bytes
+    bytes_by_path: dict[str, int]  #: "h2d", "d2h", "d2d" in one GPU, "p2p", "h2h", "reduce" (read) -> bytes
     owned: list[EngineQueues]  #: to be closed with it
 
     def issue(self, base: int, driver: Driver) -> None:
@@ -313,6 +313,7 @@ class Binder:
             self._outside(n, r)
         assert self.reducer is not None
         kind, how = DType(int(row["dtype"])), ReduceOp(int(row["reduce_op"]))
+        self.paths["reduce"] = self.paths.get("reduce", 0) + size * len(sources)
         self._later(self.reducer.launch, int(self.base[r, b]) + at, sources, size, kind, how, stream)
 
 

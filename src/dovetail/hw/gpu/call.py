@@ -147,6 +147,8 @@ class GpuCall:
                 posted = _bounded(self._posted)[made] = self._post(buffers, params)
             slot, staged = posted
             device, timeout_s = group.world.device, group.group.timeout_s
+            if after is not None and device.driver.stream_capturing(after):
+                raise NotSupported("the stream is capturing a graph, in which these copies would be lost")
             armed = device.arm(1, timeout_s) if gated else None  # one too many is refused before anything is posted
             try:
                 gathered = group.exchange(slot)

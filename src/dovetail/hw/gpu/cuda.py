@@ -40,6 +40,7 @@ _INVALID_VALUE, _NOT_READY, _PEER_ALREADY_ENABLED = 1, 600, 704
 _MULTIPROCESSORS, _VMM, _STREAM_WORDS_64, _IPC = 16, 102, 122, 125
 
 _UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the driver finds out from the address
+_RELAXED = 2  # a mode of captures, as _THREAD_LOCAL is
 _NON_BLOCKING, _DISABLE_TIMING, _PORTABLE_MAPPED, _LAZY_PEER, _THREAD_LOCAL = 1, 2, 1 | 2, 1, 1
 _PREFER_OVERLAP_WITH_COMPUTE = 0x1
 _LEGACY = 1  # CU_STREAM_LEGACY, the default stream by its other name
@@ -209,6 +210,10 @@ class CudaDriver:
 
     def use(self, device: int) -> None:
         self._call.cuCtxSetCurrent(self._context(device))
+
+    def relax_capture(self) -> None:
+        if address := self._address("cuThreadExchangeStreamCaptureMode", 10010):
+            self._library.at(address, "cuThreadExchangeStreamCaptureMode", _P)(byref(c_int(_RELAXED)))
 
     def device_name(self, device: int) -> str:
         name = ctypes.create_string_buffer(256)

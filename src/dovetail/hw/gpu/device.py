@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol
@@ -24,6 +25,10 @@ from dovetail.hw.gpu.program import MOST_GATED_STREAMS
 from dovetail.hw.gpu.watchdog import Watchdog
 
 _PAUSE_S = 50e-6
+
+# The limit on streams behind gates is the process's: one count for all devices.
+_gates = threading.Lock()
+_armed: Counter[int] = Counter()
 
 
 class Armed(Protocol):
@@ -66,12 +71,13 @@ class Device:
         self.index = index
         self.driver.use(index)
         self.caps: Capabilities = self.driver.capabilities(index)
-        self.watchdog = Watchdog(lambda: self.driver.use(index))
+        self.watchdog = Watchdog(self.enter_beside)
         self._entered = threading.local()
         self._streams: list[int] = []
         self._armed: dict[int, Armed | None] = {}
         self.generation = 0  #: changes when streams are armed or given back: who has bound to streams looks again
         self._events: list[int] = []
+        self._kept: list[object] = []
         self._pinned: list[Pinned] = []
         self._lock = threading.Lock()
         self._reducer: Reducing | None = None
@@ -96,6 +102,11 @@ class Device:
             self.driver.use(self.index)
             self._entered.done = True
 
+    def enter_beside(self) -> None:
+        """For threads of ours: makes it current there, and lets the caller capture graphs meanwhile."""
+        self.driver.relax_capture()
+        self.enter()
+
     # --- streams
 
     def streams(self, number: int) -> list[int]:
@@ -115,20 +126,24 @@ class Device:
         deadline = time.monotonic() + timeout_s
         while True:
             with self._lock:
+                runs = {id(run): run for run in self._armed.values() if run is not None}
+            leaving = [run for run in runs.values() if not run.is_over() and run.is_open()]  # who is over has left
+            with self._lock, _gates:
                 free = [s for s in self._grown(MOST_GATED_STREAMS) if s not in self._armed]
-                if number < len(free):
+                if number < len(free) and number + sum(_armed.values()) < MOST_GATED_STREAMS:
                     taken = free[-number:]
                     self._armed.update(dict.fromkeys(taken))
+                    _armed[id(self)] = len(self._armed)
                     self.generation += 1
                     return taken
-                runs = {id(run): run for run in self._armed.values() if run is not None}
-            leaving = [run for run in runs.values() if run.is_open() and not run.is_over()]
-            if (not leaving and not any(run.is_over() for run in runs.values())) or time.monotonic() > deadline:
+                behind = sum(_armed.values())
+            if not leaving or time.monotonic() > deadline:
                 raise NotSupported(
-                    f"{len(self._armed)} of {MOST_GATED_STREAMS} streams stand behind gates and one must stay free, so "
-                    f"{number} more can't be armed: fire one of the armed runs, or put this plan on fewer streams (b2b)"
+                    f"{behind} of {MOST_GATED_STREAMS} streams of this process stand behind gates and one must stay "
+                    f"free, so {number} more can't be armed: fire one of the armed runs, or put this plan on fewer "
+                    "streams (b2b)"
                 )
-            time.sleep(_PAUSE_S if leaving else 0.0)
+            time.sleep(_PAUSE_S)
 
     def armed_for(self, streams: Sequence[int], run: Armed) -> None:
         """Tells who stands on armed streams."""
@@ -140,6 +155,8 @@ class Device:
         with self._lock:
             for stream in streams:
                 self._armed.pop(stream, None)
+            with _gates:
+                _armed[id(self)] = len(self._armed)
             self.generation += 1
 
     def _grown(self, number: int) -> list[int]:
@@ -168,6 +185,10 @@ class Device:
     def give_event(self, event: int) -> None:
         """For the next run. Takes no lock: the garbage collector may come here from anywhere."""
         self._events.append(event)
+
+    def keep(self, thing: object) -> None:
+        """Holds memory that a late peer, or a stream that did not drain, may still write, until it is closed."""
+        self._kept.append(thing)
 
     def pinned(self, size_bytes: int) -> Pinned:
         """Pinned host memory that lives as long as the device object."""
@@ -205,7 +226,9 @@ class Device:
             self.driver.stream_destroy(stream)
         for block in self._pinned:
             block.close()
-        self._events, self._streams, self._pinned = [], [], []
+        self._events, self._streams, self._pinned, self._kept = [], [], [], []
+        with _gates:
+            _armed.pop(id(self), None)
 
     def __enter__(self) -> Device:
         return self

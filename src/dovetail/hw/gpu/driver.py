@@ -88,6 +88,9 @@ class Driver(Protocol):
     def use(self, device: int) -> None:
         """Makes `device` current in this thread (its primary context, the one torch uses)."""
 
+    def relax_capture(self) -> None:
+        """From now on what this thread calls does not spoil a capture that another thread of the process has begun."""
+
     def device_name(self, device: int) -> str: ...
     def device_uuid(self, device: int) -> bytes:
         """16 bytes, the same in every process."""

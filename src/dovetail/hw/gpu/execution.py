@@ -223,8 +223,9 @@ class Execution:
                 driver.stream_wait_event(stream, event)
 
     def close(self) -> None:
-        """Waits for the last run, bounded by its own deadline, and gives the events back."""
+        """Waits for the last run, bounded by its own deadline, and gives the events back. One behind a gate ends."""
         if self._last is not None:
+            self._last.give_up("was closed before it was fired")
             with contextlib.suppress(DovetailError):  # whoever waits for the ticket is told
                 self._last.wait()
         self._flying.clear()

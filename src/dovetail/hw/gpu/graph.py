@@ -7,11 +7,12 @@ words would keep the values of the run that was captured.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
-from dovetail.errors import NotSupported
-from dovetail.hw.gpu.bind import Binder
+from dovetail.errors import DovetailError, NotSupported
+from dovetail.hw.gpu.bind import Binder, Script
 from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.execution import Where
 from dovetail.hw.gpu.program import Program
@@ -49,6 +50,17 @@ class GraphRun:
         places, params, boundaries = where
         script = binder.bind(places, params, words.address, boundaries)
         self._info = RunInfo(plan=program.plan, words=words, waits=(), stamps=(), bytes_by_path=script.bytes_by_path)
+        try:
+            self._graph = self._captured(script, streams, fork, ends)
+        finally:
+            for stream in streams:
+                driver.stream_destroy(stream)
+            for event in events:
+                driver.event_destroy(event)
+        self._last: GpuTicket | None = None
+
+    def _captured(self, script: Script, streams: list[int], fork: int, ends: list[int]) -> int:
+        driver = self._device.driver
         driver.graph_begin(streams[0])
         try:
             driver.event_record(fork, streams[0])
@@ -58,13 +70,11 @@ class GraphRun:
             for stream, event in zip(streams[1:], ends, strict=False):
                 driver.event_record(event, stream)
                 driver.stream_wait_event(streams[0], event)
-        finally:
-            self._graph = driver.graph_end(streams[0])
-        for stream in streams:
-            driver.stream_destroy(stream)
-        for event in events:
-            driver.event_destroy(event)
-        self._last: GpuTicket | None = None
+        except BaseException:
+            with contextlib.suppress(DovetailError):  # what went wrong before says more
+                driver.graph_destroy(driver.graph_end(streams[0]))
+            raise
+        return driver.graph_end(streams[0])
 
     def submit(self, *, after: int | None = None) -> GpuTicket:
         """Launches it; `after` as for `Execution.start`."""
@@ -73,8 +83,9 @@ class GraphRun:
         if after is not None and driver.stream_capturing(after):
             raise NotSupported("the stream is capturing a graph: launch this one outside of the capture")
         stream = device.streams(1)[0]
+        held = (self, self._hold)  # until the run is over, also if nobody else has them any more
         ticket = GpuTicket(
-            device, self._info, 0, device.take_event(), time.monotonic(), self._timeout_s, None, self._hold, None
+            device, self._info, 0, device.take_event(), time.monotonic(), self._timeout_s, None, held, None
         )
         if after is not None:
             begin = device.take_event()
@@ -86,12 +97,14 @@ class GraphRun:
         if after is not None:
             driver.stream_wait_event(after, ticket.event)
         self._last = ticket
+        device.watchdog.add(ticket)
         return ticket
 
     def close(self) -> None:
         """Waits for the last run and destroys the graph. Safe to call twice."""
         if self._last is not None:
-            self._last.wait()
+            with contextlib.suppress(DovetailError):  # whoever waits for the ticket is told
+                self._last.wait()
         if self._graph:
             self._device.driver.graph_destroy(self._graph)
         self._graph = 0

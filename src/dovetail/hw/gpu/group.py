@@ -231,6 +231,7 @@ class GpuGroup:
         for job in self._pending:
             job.cancel()
         if self.last is not None:
+            self.last.give_up("was not fired before its group was closed")
             try:
                 self.last.wait()
             except DovetailError:
@@ -238,9 +239,11 @@ class GpuGroup:
         self._companion.close()  # ends a call that waits for the others, so that its lock is free
         for call in list(self.calls):
             call.close()
-        for address, _ in self._scratch:
-            self.world.heap.free(address)
-        self._scratch = []
-        if self.blocks:
-            self.world.give_words(self._words)
-        self.blocks = {}
+        if self.group.broken is None:  # otherwise a late peer may still write there: both stay as they are
+            for address, _ in self._scratch:
+                self.world.heap.free(address)
+            if self.blocks:
+                self.world.give_words(self._words)
+        else:
+            self.world.device.keep(self._words)
+        self._scratch, self.blocks = [], {}

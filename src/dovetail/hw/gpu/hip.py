@@ -163,6 +163,11 @@ class HipDriver:
     def use(self, device: int) -> None:
         self._set_device(device)
 
+    def relax_capture(self) -> None:
+        if self._library.has("hipThreadExchangeStreamCaptureMode"):
+            relaxed = 2
+            self._library.function("hipThreadExchangeStreamCaptureMode", c_void_p)(byref(c_int(relaxed)))
+
     def device_name(self, device: int) -> str:
         return self._text("hipDeviceGetName", 256, device)
 

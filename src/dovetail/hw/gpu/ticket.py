@@ -62,8 +62,8 @@ class GpuTicket:
     """A submitted plan. Destinations are undefined if it ends with an error."""
 
     __slots__ = (
-        "_armed", "_begun_s", "_device", "_error", "_hold", "_info", "_opened_s", "_over", "_peers", "_timeout_s",
-        "base", "event",
+        "_armed", "_begun_s", "_device", "_error", "_hold", "_info", "_lost", "_opened_s", "_over", "_peers",
+        "_timeout_s", "base", "event",
     )  # fmt: skip
 
     def __init__(
@@ -85,9 +85,10 @@ class GpuTicket:
         self._over = False
         self._error: DovetailError | None = None
         self._opened_s = 0.0
+        self._lost = False  # given up before its streams drained
 
     def __del__(self) -> None:
-        if self._over:  # otherwise the driver may still record it
+        if self._over and not self._lost:  # otherwise the driver may still record it
             self._device.give_event(self.event)
 
     # --- for callers
@@ -159,7 +160,8 @@ class GpuTicket:
 
     @property
     def bytes_by_path(self) -> dict[str, int]:
-        """Bytes moved from host to device ("h2d"), "d2h", inside a GPU ("d2d") and between two ("p2p")."""
+        """Bytes moved from host to device ("h2d"), "d2h", inside a GPU ("d2d") and between two ("p2p"); bytes that the
+        kernel of reductions read ("reduce")."""
         return dict(self._info.bytes_by_path)
 
     def stamps_us(self) -> list[float]:
@@ -179,7 +181,8 @@ class GpuTicket:
             if self._opened_s:
                 if time.monotonic() > self._opened_s + _DRAIN_S and not self._device.driver.event_done(self.event):
                     self._error = HardwareError(f"{self._error}; its streams did not drain within {_DRAIN_S:g} s")
-                    self._over = True
+                    self._over = self._lost = True  # its streams stay armed, its event is not used again
+                    self._device.keep(self._hold)
                 return
             error = self._peers.gone(waiting=bool(self._short())) if self._peers is not None else None
             if error is None and time.monotonic() > self._begun_s + self._timeout_s:
@@ -187,6 +190,11 @@ class GpuTicket:
             if error is None:
                 return
             self._open(error)
+
+    def give_up(self, why: str) -> None:
+        """Ends a run whose gate is still closed; others go on."""
+        if not self.is_over() and not self.is_open():
+            self.abandon(DovetailError(f"plan {self._info.plan.name} {why}"))
 
     def abandon(self, error: DovetailError) -> None:
         """Ends a run that could not be issued as a whole: nobody may stand at its waits for ever."""
@@ -226,4 +234,6 @@ class GpuTicket:
             if self._armed is not None:
                 self._device.disarm(self._armed)
             hold, self._hold = self._hold, None
+            if self._error is not None and self._peers is not None:
+                self._device.keep(hold)  # a peer that is only late may still write there
         del hold  # outside of the lock: what it frees may run any code

@@ -57,7 +57,8 @@ class GpuWorld:
         self.world, self.device = world, device
         self.heap = Heap(device, "device")
         self.host_heap = Heap(device, "host", source=ArenaSource(world, device), segment_bytes=_ARENA_SEGMENT_BYTES)
-        self.issuer = Issuer()  # one for all groups: they share streams, so all ranks must issue in one order
+        # One for all groups: they share streams, so all ranks must issue in one order.
+        self.issuer = Issuer(device.enter_beside)
         self._opened: dict[tuple[int, int, bytes], int] = {}
         self.adopted: dict[int, tuple[int, tuple[int, ...]]] = {}  #: address -> bytes, where it is on each rank
         self._pinned: list[int] = []
