@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from dovetail.errors import HardwareError
+from dovetail.errors import HardwareError, NotSupported
 from dovetail.hw.gpu import tensors
 from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.driver import WAIT, WORD, Kind
@@ -120,6 +120,27 @@ def test_used_again_when_the_stream_is_that_far(device: Device, monkeypatch: pyt
     driver.stream_synchronize(stream)
     assert heap.alloc(MB) == address
     assert view(address, MB).min() == 7
+    heap.close()
+    driver.stream_destroy(stream)
+
+
+def test_while_a_graph_is_captured(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that comes back meanwhile waits for the end of the capture, and the heap does not grow."""
+    heap, driver = Heap(device, segment_bytes=MB), device.driver
+    gone = heap.empty((MB,), torch.uint8)
+    address = gone.data_ptr()
+    device.enter()
+    stream = driver.stream_create()
+    monkeypatch.setattr(tensors, "current_stream", lambda _: stream)
+    driver.graph_begin(stream)
+    del gone
+    gc.collect()
+    with pytest.raises(NotSupported, match="captures a graph: allocate before"):
+        heap.alloc(1)
+    driver.graph_destroy(driver.graph_end(stream))
+    heap._collect()  # marked now that it can be
+    driver.stream_synchronize(stream)
+    assert heap.alloc(MB) == address
     heap.close()
     driver.stream_destroy(stream)
 

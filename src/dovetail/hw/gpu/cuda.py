@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from dovetail import env
 from dovetail.errors import NotSupported
 from dovetail.hw.capabilities import Capabilities
+from dovetail.hw.gpu.cuda_calls import ANSWERS, CALLS, IpcHandle, P
 from dovetail.hw.gpu.driver import WAIT, WRITE, DriverError, EngineQueues, Kind, Memory, SourceOrder, Words
 from dovetail.hw.gpu.library import Function, Library
 from dovetail.plan.step import Op
@@ -46,66 +47,6 @@ _PREFER_OVERLAP_WITH_COMPUTE = 0x1
 _LEGACY = 1  # CU_STREAM_LEGACY, the default stream by its other name
 
 
-class _IpcHandle(ctypes.Structure):
-    _fields_ = (("bytes", c_ubyte * 64),)
-
-
-_P, _A = c_void_p, c_uint64  # a pointer or handle; a device address
-
-#: name -> (version whose arguments these are, arguments). Out parameters are pointers.
-_CALLS: dict[str, tuple[int, tuple[Any, ...]]] = {
-    "cuInit": (2000, (c_uint,)),
-    "cuDriverGetVersion": (2020, (_P,)),
-    "cuDeviceGetCount": (2000, (_P,)),
-    "cuDeviceGet": (2000, (_P, c_int)),
-    "cuDeviceGetName": (2000, (_P, c_int, c_int)),
-    "cuDeviceGetUuid": (11040, (_P, c_int)),
-    "cuDeviceGetAttribute": (2000, (_P, c_int, c_int)),
-    "cuDeviceCanAccessPeer": (4000, (_P, c_int, c_int)),
-    "cuDevicePrimaryCtxRetain": (7000, (_P, c_int)),
-    "cuCtxSetCurrent": (4000, (_P,)),
-    "cuCtxGetStreamPriorityRange": (5050, (_P, _P)),
-    "cuStreamCreateWithPriority": (5050, (_P, c_uint, c_int)),
-    "cuStreamDestroy": (4000, (_P,)),
-    "cuStreamSynchronize": (2000, (_P,)),
-    "cuStreamIsCapturing": (10000, (_P, _P)),
-    "cuStreamWaitEvent": (3020, (_P, _P, c_uint)),
-    "cuEventCreate": (2000, (_P, c_uint)),
-    "cuEventDestroy": (4000, (_P,)),
-    "cuEventRecord": (2000, (_P, _P)),
-    "cuEventSynchronize": (2000, (_P,)),
-    "cuEventElapsedTime": (2000, (_P, _P, _P)),
-    "cuMemAlloc": (3020, (_P, c_size_t)),
-    "cuMemFree": (3020, (_A,)),
-    "cuMemHostAlloc": (2020, (_P, c_size_t, c_uint)),
-    "cuMemFreeHost": (2000, (_P,)),
-    "cuMemHostRegister": (6050, (_P, c_size_t, c_uint)),
-    "cuMemHostUnregister": (4000, (_P,)),
-    "cuMemHostGetDevicePointer": (3020, (_P, _P, c_uint)),
-    "cuIpcGetMemHandle": (4010, (_P, _A)),
-    "cuIpcOpenMemHandle": (11000, (_P, _IpcHandle, c_uint)),
-    "cuIpcCloseMemHandle": (4010, (_A,)),
-    "cuMemcpyAsync": (4000, (_A, _A, c_size_t, _P)),
-    "cuMemcpy2DAsync": (3020, (_P, _P)),
-    "cuMemcpy3DAsync": (3020, (_P, _P)),
-    "cuMemsetD8Async": (3020, (_A, c_ubyte, c_size_t, _P)),
-    "cuStreamBatchMemOp": (11070, (_P, c_uint, _P, c_uint)),
-    "cuStreamBeginCapture": (10010, (_P, c_int)),
-    "cuStreamEndCapture": (10000, (_P, _P)),
-    "cuGraphInstantiateWithFlags": (11040, (_P, _P, c_uint64)),
-    "cuGraphDestroy": (10000, (_P,)),
-    "cuGraphExecDestroy": (10000, (_P,)),
-    "cuGraphLaunch": (10000, (_P, _P)),
-}
-
-#: Calls that answer with a code: not ready, already enabled, not ours.
-_ANSWERS: dict[str, tuple[int, tuple[Any, ...]]] = {
-    "cuStreamQuery": (2000, (_P,)),
-    "cuEventQuery": (2000, (_P,)),
-    "cuCtxEnablePeerAccess": (4000, (_P, c_uint)),
-    "cuPointerGetAttributes": (7000, (c_uint, _P, _P, _A)),
-}
-
 # CUDA_MEMCPY2D and CUDA_MEMCPY3D: x, y(, z, lod), memory type, host, device, array(, reserved), pitch(, height) of the
 # source, the same of the destination, then width, height(, depth).
 _COPY_2D = struct.Struct("<2QI4x4Q2QI4x4Q2Q")
@@ -131,7 +72,7 @@ def _error_text(library: Library, code: int) -> tuple[str, str]:
     found = []
     for symbol in ("cuGetErrorName", "cuGetErrorString"):
         text = c_char_p()
-        library.raw(symbol, c_int, _P)(code, byref(text))
+        library.raw(symbol, c_int, P)(code, byref(text))
         found.append((text.value or b"unknown error").decode())
     return found[0], found[1]
 
@@ -162,9 +103,9 @@ class CudaDriver:
     def __init__(self, path: str | None = None) -> None:
         """`path`: the library, else what `dovetail.env` names. Raises `NotSupported` without a driver or a device."""
         self._library = Library("CUDA driver", path or env.library("cuda"), _error_text)
-        self._resolve = self._library.raw("cuGetProcAddress_v2", c_char_p, _P, c_int, c_uint64, _P)
-        calls = {symbol: self._library.at(self._need(symbol, v), symbol, *a) for symbol, (v, a) in _CALLS.items()}
-        calls |= {symbol: self._library.raw_at(self._need(symbol, v), *a) for symbol, (v, a) in _ANSWERS.items()}
+        self._resolve = self._library.raw("cuGetProcAddress_v2", c_char_p, P, c_int, c_uint64, P)
+        calls = {symbol: self._library.at(self._need(symbol, v), symbol, *a) for symbol, (v, a) in CALLS.items()}
+        calls |= {symbol: self._library.raw_at(self._need(symbol, v), *a) for symbol, (v, a) in ANSWERS.items()}
         self._call = SimpleNamespace(**calls)
         try:
             self._call.cuInit(0)
@@ -196,11 +137,11 @@ class CudaDriver:
 
     def _find_batch(self) -> tuple[Function | None, bool]:
         """The batched copy, and whether it is the older form that tells which entry failed (one argument more)."""
-        arguments = (_P, _P, _P, c_size_t, _P, _P, c_size_t)
+        arguments = (P, P, P, c_size_t, P, P, c_size_t)
         if address := self._address("cuMemcpyBatchAsync", 13000):  # refused by an older driver
-            return self._library.raw_at(address, *arguments, _P), False
+            return self._library.raw_at(address, *arguments, P), False
         if address := self._address("cuMemcpyBatchAsync", 12080):
-            return self._library.raw_at(address, *arguments, _P, _P), True
+            return self._library.raw_at(address, *arguments, P, P), True
         return None, False
 
     # --- devices
@@ -213,7 +154,7 @@ class CudaDriver:
 
     def relax_capture(self) -> None:
         if address := self._address("cuThreadExchangeStreamCaptureMode", 10010):
-            self._library.at(address, "cuThreadExchangeStreamCaptureMode", _P)(byref(c_int(_RELAXED)))
+            self._library.at(address, "cuThreadExchangeStreamCaptureMode", P)(byref(c_int(_RELAXED)))
 
     def device_name(self, device: int) -> str:
         name = ctypes.create_string_buffer(256)
@@ -354,21 +295,21 @@ class CudaDriver:
 
     def memory_at(self, address: int) -> Memory:
         kind, device, base, size = c_uint(), c_int(), c_uint64(), c_size_t()
-        slots = (_P * 4)(addressof(kind), addressof(device), addressof(base), addressof(size))
+        slots = (P * 4)(addressof(kind), addressof(device), addressof(base), addressof(size))
         code = self._answer("cuPointerGetAttributes", 4, _POINTER_ATTRIBUTES, slots, address, also=_INVALID_VALUE)
         if code or not kind.value:
             return Memory(Kind.PAGEABLE, -1, 0, 0)
         return Memory(Kind.PINNED if kind.value == _HOST else Kind.DEVICE, device.value, base.value, size.value)
 
     def ipc_export(self, address: int) -> bytes:
-        handle = _IpcHandle()
+        handle = IpcHandle()
         self._call.cuIpcGetMemHandle(byref(handle), address)
         return bytes(handle)
 
     def ipc_open(self, handle: bytes) -> int:
-        if len(handle) != ctypes.sizeof(_IpcHandle):
+        if len(handle) != ctypes.sizeof(IpcHandle):
             raise ValueError(f"a handle has 64 bytes, not {len(handle)}")
-        return self._handle("cuIpcOpenMemHandle", _IpcHandle.from_buffer_copy(handle), _LAZY_PEER)
+        return self._handle("cuIpcOpenMemHandle", IpcHandle.from_buffer_copy(handle), _LAZY_PEER)
 
     def ipc_close(self, address: int) -> None:
         self._call.cuIpcCloseMemHandle(address)

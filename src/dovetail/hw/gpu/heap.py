@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dovetail import env
-from dovetail.errors import HardwareError
+from dovetail.errors import HardwareError, NotSupported
 from dovetail.hw import memory
 from dovetail.hw.gpu import tensors
 from dovetail.hw.gpu.device import Device
@@ -170,6 +170,8 @@ class Heap:
         return None
 
     def _grow(self, wanted: int, least: int) -> Segment:
+        if self.device.driver.stream_capturing(tensors.current_stream(self.device.index)):
+            raise NotSupported("the heap can't grow while torch's current stream captures a graph: allocate before it")
         for size in dict.fromkeys((wanted, least)):
             try:
                 base, handle = self._source.alloc(size)
@@ -192,18 +194,25 @@ class Heap:
             if segment not in self._tensors.values():
                 self._source.free(segment.base)
             return
+        self._returned.append((self._mark(), address))
+
+    def _mark(self) -> int:
+        """An event behind what is in torch's current stream; 0 if that is capturing, and would take the event along."""
+        driver, stream = self.device.driver, tensors.current_stream(self.device.index)
+        if driver.stream_capturing(stream):
+            return 0
         event = self.device.take_event()
-        self.device.driver.event_record(event, tensors.current_stream(self.device.index))
-        self._returned.append((event, address))
+        driver.event_record(event, stream)
+        return event
 
     def _collect(self) -> None:
         for _ in range(len(self._returned)):
             event, address = self._returned.popleft()
-            if self.device.driver.event_done(event):
+            if event and self.device.driver.event_done(event):
                 self.device.give_event(event)
                 self.free(address)
             else:
-                self._returned.append((event, address))
+                self._returned.append((event or self._mark(), address))
 
     def close(self) -> None:
         """Gives memory back to the driver: at once, or with the last tensor over it. Safe to call twice."""
@@ -213,7 +222,8 @@ class Heap:
             self._closed = True
             self.device.enter()
             while self._returned:
-                self.device.give_event(self._returned.popleft()[0])
+                if event := self._returned.popleft()[0]:
+                    self.device.give_event(event)
             held = list(self._tensors.values())
             for segment in self.segments:
                 if segment not in held:
