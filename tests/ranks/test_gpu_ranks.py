@@ -5,6 +5,7 @@ Device memory is the host's and streams are threads, so CI sees what a GPU would
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import os
@@ -697,6 +698,27 @@ def test_tensors_of_torchs_symmetric_memory(ready: Ready, world: int) -> None:
     ready.run(world, job)
 
 
+@pytest.mark.parametrize("world", [2])
+def test_a_gpu_tensor_here_and_a_cpu_tensor_there(ready: Ready, world: int) -> None:
+    """The first call with GPU tensors finds out, and the group goes on."""
+
+    def job() -> None:
+        g = set_up()
+        pair = g.world.new_group([0, 1])
+        counted = arguments.one_device
+        if g.rank == 1:
+            arguments.one_device = lambda _: ("cpu", -1)
+        try:
+            with pytest.raises(MismatchError, match="do not make the same call"):
+                dovetail.all_reduce(torch.ones(4), group=pair, variant="oneshot")
+        finally:
+            arguments.one_device = counted
+        workers.all_reduce("oneshot", "symmetric", 100, torch.float32, "sum", 1, pair)
+        pair.close()
+
+    ready.run(world, job)
+
+
 # --- failures --------------------------------------------------------------------------------------------------------
 
 
@@ -911,11 +933,11 @@ def test_a_call_that_fails_while_it_is_issued(ready: Ready, world: int) -> None:
 
 @pytest.mark.parametrize("world", [2])
 def test_a_peer_that_closes_too_early(ready: Ready, world: int) -> None:
-    """It leaves while this rank's stream waits for its words; and one's own group is closed under a run."""
+    """One's own group is closed under a run: that run ends with an error, and the peer's ends too, bounded."""
 
-    def job() -> list[str]:
+    def job() -> str:
         g = set_up()
-        texts = []
+        text = ""
         for who in (0, 1):
             pair = g.world.new_group([0, 1])
             side = gpu.group_of(pair, "cuda", 0)
@@ -925,15 +947,18 @@ def test_a_peer_that_closes_too_early(ready: Ready, world: int) -> None:
             dovetail.barrier()
             if g.rank == who:
                 side._companion.close()  # as if it had no part in flight
-            with pytest.raises(PeerError) as caught:
-                ticket.wait(10)
-            texts.append(str(caught.value))
+                with pytest.raises(PeerError) as caught:
+                    ticket.wait(10)
+                text = str(caught.value)
+            else:
+                with contextlib.suppress(PeerError):  # its waits may have been opened before it looked
+                    ticket.wait(10)
             dovetail.barrier()
             pair.close()
-        return texts
+        return text
 
-    for texts in ready.run(world, job):
-        assert all("closed" in t or "failed on rank" in t for t in texts), texts
+    for text in ready.run(world, job):
+        assert "closed" in text, text
 
 
 @pytest.mark.parametrize("world", [2])

@@ -19,6 +19,7 @@ from dovetail.coll import choose
 from dovetail.coll.recipes import AS_INPUT, Recipe, Shape, describe_call, recipe, word_of
 from dovetail.coll.work import Ticket
 from dovetail.errors import DovetailError, Timeout
+from dovetail.hw.cpu.executor import PlanRunner
 from dovetail.hw.gpu import tensors
 from dovetail.hw.gpu.call import DIRECT, STAGED_ORDINARY, GpuCall, Spec
 from dovetail.hw.gpu.device import Device
@@ -27,6 +28,7 @@ from dovetail.hw.gpu.ticket import GpuTicket
 from dovetail.hw.gpu.world import GpuWorld
 from dovetail.hw.world import Group, World
 from dovetail.plan import passes
+from dovetail.plan.build import rooted
 from dovetail.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -51,8 +53,14 @@ def world_of(world: World, backend: str, index: int) -> GpuWorld:
 
 
 def group_of(group: Group, backend: str, index: int) -> GpuGroup:
-    """The GPU side of a group. All members come here in their first call with GPU tensors."""
+    """The GPU side of a group. All members come here in their first call with GPU tensors.
+
+    Raises:
+        MismatchError: another rank makes its call with CPU tensors.
+    """
     if group.gpu is None:
+        meet = rooted.barrier(group.size).replace(name="first call with GPU tensors")
+        PlanRunner(group, passes.entry(meet)).run([])
         group.gpu = GpuGroup(group, world_of(group.world, backend, index))
     found: GpuGroup = group.gpu
     return found

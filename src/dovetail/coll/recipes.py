@@ -238,7 +238,7 @@ def describe_call(state: dict[str, Any], size: int) -> str:
     """A call as its slot shows it: `all_gather(1024 bytes, variant pcpy)`. The reverse of `word_of`."""
     word, size_bytes, params = state["call"], state["size_bytes"], state["params"]
     if word & 0xFF not in set(VARIANTS):
-        return f"a plan of its own (fingerprint {word >> 8:x})"
+        return f"a plan of its own, or the first call with GPU tensors (fingerprint {word >> 8:x})"
     collective = Collective(word & 0xFF)
     parts = [f"{size_bytes} bytes"] if not params else []
     if params:

@@ -146,4 +146,4 @@ def _no_planner(_: int) -> None:
 
 def _describe(state: dict[str, Any], size: int) -> str:
     word = state["call"]
-    return f"a plan (fingerprint {word >> 8:x})" if word & 0xFF == _PLAN_CALL else f"collective {word & 0xFF}"
+    return f"a plan (fingerprint {word >> 8:x})" if word & 0xFF == _PLAN_CALL else f"collective number {word & 0xFF}"
