@@ -133,7 +133,7 @@ class GpuCall:
 
         Args:
             buffers: (address, bytes) of the caller's buffers, in the plan's order.
-            after, after_event, gated: see `Execution.submit`.
+            after, after_event, gated: see `Execution.start`.
 
         Returns:
             the ticket, and which kind of plan runs (DIRECT, STAGED_HEAP, STAGED_ORDINARY).
