@@ -149,6 +149,16 @@ def spare_pool() -> Iterator[Callable[..., Pool]]:
         pool.close()
 
 
+@pytest.fixture(scope="module")
+def ready() -> Iterator[Any]:
+    """Ranks whose GPU is the stand-in's."""
+    from tests.ranks.gpuranks import Ready
+
+    made = Ready()
+    yield made
+    made.close()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of one pool size follow each other: starting ranks is the expensive part."""
 

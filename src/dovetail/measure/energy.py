@@ -16,6 +16,7 @@ import statistics
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol, Self
@@ -82,9 +83,9 @@ def _read(reading: Callable[[], float]) -> float | None:
         return None
 
 
-class _Owner:
-    def close(self) -> None:
-        raise NotImplementedError
+class _Owner(ABC):
+    @abstractmethod
+    def close(self) -> None: ...
 
     def __enter__(self) -> Self:
         return self
