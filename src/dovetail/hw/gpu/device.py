@@ -6,6 +6,7 @@ when it is made, since a first use behind a gate that nobody has opened yet coul
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 import time
@@ -104,7 +105,8 @@ class Device:
 
     def enter_beside(self) -> None:
         """For threads of ours: makes it current there, and lets the caller capture graphs meanwhile."""
-        self.driver.relax_capture()
+        with contextlib.suppress(HardwareError):  # a driver that refuses leaves captures less free, no more
+            self.driver.relax_capture()
         self.enter()
 
     # --- streams
