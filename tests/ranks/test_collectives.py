@@ -18,18 +18,13 @@ from tests.ranks import workers
 WORLDS = (1, 2, 3, 5, 8)
 KINDS = ("symmetric", "ordinary", "mixed")
 SIZES = (0, 1, 3, 7, 1000, 70_001)  # elements: none, fewer than ranks, odd, several chunks
-MANY = 5  # ranks, from which on every second size is enough
-
-
-def sizes(world: int) -> tuple[int, ...]:
-    return SIZES if world < MANY else SIZES[1::2]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world", WORLDS)
 def test_all_gather(pools: Any, world: int, kind: str) -> None:
     def job() -> None:
-        for seed, (variant, items) in enumerate(itertools.product((*variants("all_gather"), "auto"), sizes(world))):
+        for seed, (variant, items) in enumerate(itertools.product((*variants("all_gather"), "auto"), SIZES)):
             workers.all_gather(variant, kind, items, torch.float32, seed)
         for seed, dtype in enumerate([*workers.all_dtypes(), torch.complex64]):
             workers.all_gather("auto", kind, 33, dtype, seed)
@@ -41,7 +36,7 @@ def test_all_gather(pools: Any, world: int, kind: str) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_all_to_all(pools: Any, world: int, kind: str) -> None:
     def job() -> None:
-        for seed, (variant, items) in enumerate(itertools.product((*variants("all_to_all"), "auto"), sizes(world))):
+        for seed, (variant, items) in enumerate(itertools.product((*variants("all_to_all"), "auto"), SIZES)):
             workers.all_to_all(variant, kind, items, torch.float32, seed)
         for seed, dtype in enumerate(workers.all_dtypes()):
             workers.all_to_all("auto", kind, 33, dtype, seed)
@@ -54,7 +49,7 @@ def test_all_to_all(pools: Any, world: int, kind: str) -> None:
 def test_all_reduce(pools: Any, world: int, kind: str) -> None:
     def job() -> list[bytes]:
         found = []
-        for seed, items in enumerate(sizes(world)):
+        for seed, items in enumerate(SIZES):
             both = {
                 v: workers.all_reduce(v, kind, items, torch.bfloat16, "sum", seed)
                 for v in ("oneshot", "twoshot", "auto")
@@ -92,7 +87,7 @@ def test_reductions_of_every_dtype(pools: Any, world: int) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_reduce_scatter(pools: Any, world: int, kind: str) -> None:
     def job() -> None:
-        for seed, items in enumerate(sizes(world)):
+        for seed, items in enumerate(SIZES):
             workers.reduce_scatter(kind, items, torch.float32, "sum", seed)
 
     pools.get(world).run(job)
