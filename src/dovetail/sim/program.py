@@ -1,0 +1,267 @@
+"""A plan, made ready to be replayed: each queue as a list of plain tuples, on any machine.
+
+Owns what does not depend on the machine's costs: which steps an engine runs and which waits are left to the host (the
+last ones of a queue, after which it moves nothing), how many bytes each move has, which of a queue's moves must not
+overlap, and whom it crosses. Parameters are bound here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from bisect import bisect_left, insort
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from dovetail.errors import PlanError
+from dovetail.plan import step as st
+from dovetail.plan.plan import Plan, Role, SignalKind
+from dovetail.plan.step import Op
+
+
+class Kind(IntEnum):
+    """What a step of a program is."""
+
+    MOVE = 0
+    SIGNAL = 1
+    WAIT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A command that moves bytes, or a reduction."""
+
+    number: int  #: in the program
+    op: Op
+    size_bytes: int  #: payload: what each destination gets
+    reads: tuple[int, ...]  #: ranks read from; a swap reads both its ends
+    writes: tuple[int, ...]  #: ranks written to
+    pairs: tuple[tuple[int, int], ...]  #: (from, to) for each transfer between two ranks
+    drains: bool  #: must not begin before all earlier moves of its queue have landed
+    step: int  #: its row in the queue, for names
+    source: tuple[int, ...]  #: what it reads, if that is one range: equal sources can become one broadcast
+
+
+#: (Kind.MOVE, Move) or (Kind.SIGNAL | Kind.WAIT, (signal, value))
+Action = tuple[Kind, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """A queue of a rank: what its engine runs, and what the host waits for afterwards."""
+
+    rank: int
+    engine: int
+    name: str
+    actions: list[Action]
+    waits: list[tuple[int, int]]
+    commands: int  #: moves
+
+
+class Program:
+    """A plan, ready to be replayed many times."""
+
+    def __init__(self, plan: Plan, params: Mapping[str, int] | None = None) -> None:
+        self.plan = plan
+        self.prelaunched = any(s.kind is SignalKind.GATE for s in plan.signals)
+        self._params = _bound(plan, params or {})
+        self._columns = _columns(plan)
+        self._sources = plan.sources["rank"].tolist()
+        self.num_rows = sum(map(len, plan.queues))
+        first = 0
+        self.rings: list[Ring] = []
+        for q in plan.queues:
+            self.rings.append(self._ring(q.rank, q.engine, q.name, first, len(q)))
+            first += len(q)
+        self.ops = frozenset(a.op for ring in self.rings for kind, a in ring.actions if kind is Kind.MOVE)
+
+    def _ring(self, rank: int, engine: int, name: str, first: int, length: int) -> Ring:
+        c = self._columns
+        ops = c["op"][first : first + length]
+        body = length
+        while body and ops[body - 1] == Op.WAIT:
+            body -= 1
+        if all(op == Op.WAIT for op in ops[:body]):
+            body = 0
+        actions: list[Action] = []
+        pending = _Pending(self.plan) if sum(op in _MOVES for op in ops) > 1 else None
+        commands = 0
+        for n in range(body):
+            op, at = ops[n], first + n
+            if op in _MOVES:
+                actions.append((Kind.MOVE, self._move(at, n, pending)))
+                commands += 1
+            elif op in _WORDS:
+                actions.append((_WORDS[op], (c["signal"][at], c["value"][at])))
+        waits = [(c["signal"][first + n], c["value"][first + n]) for n in range(body, length)]
+        own = [self.plan.signals[signal].kind is SignalKind.GATE for signal, _ in waits]  # the host opened it itself
+        waits = [word for word, opened in zip(waits, own, strict=True) if not opened]
+        return Ring(rank, engine, name, actions, waits, commands)
+
+    def _move(self, at: int, step: int, pending: _Pending | None) -> Move:
+        c = self._columns
+        op = _OPS[c["op"][at]]
+        size = c["length"][at]
+        if c["length_param"][at] >= 0:
+            size = min(size, max(self._params[c["length_param"][at]] - c["skip"][at], 0))
+        src, dst = c["src_rank"][at], c["dst_rank"][at]
+        if op is Op.REDUCE:
+            begin = c["first_source"][at]
+            reads = tuple(self._sources[begin : begin + c["num_sources"][at]])
+            writes: tuple[int, ...] = (dst,)
+            pairs = tuple((r, dst) for r in reads if r != dst)
+        elif op is Op.SWAP:
+            reads = writes = (src, dst)
+            pairs = ((src, dst), (dst, src)) if src != dst else ()
+        else:
+            reads, writes = (src,), (dst, c["dst2_rank"][at]) if op is Op.BROADCAST else (dst,)
+            pairs = tuple((src, w) for w in writes if w != src)
+            size *= c["rows"][at] if op is Op.COPY2D else 1
+        drains = pending is not None and pending.meets(op, at, c, self._params)
+        source = (src, c["src_buffer"][at], c["src_offset"][at]) if op in (Op.COPY, Op.BROADCAST) else ()
+        return Move(at, op, size, reads, writes, pairs, drains, step, source)
+
+    def widened(self, ways: int) -> list[Ring]:
+        """The rings where a broadcast reaches `ways` destinations: copies of one source become one command."""
+        return self.rings if ways <= 2 else [_widened(ring, ways) for ring in self.rings]
+
+    def traffic(self) -> dict[tuple[int, int], int]:
+        """Bytes that go from one rank to another."""
+        table: dict[tuple[int, int], int] = {}
+        for ring in self.rings:
+            for kind, move in ring.actions:
+                for pair in move.pairs if kind is Kind.MOVE else ():
+                    table[pair] = table.get(pair, 0) + move.size_bytes
+        return table
+
+
+def _widened(ring: Ring, ways: int) -> Ring:
+    actions: list[Action] = []
+    for kind, what in ring.actions:
+        last = actions[-1][1] if actions and actions[-1][0] is Kind.MOVE else None
+        if kind is Kind.MOVE and last is not None and _joins(last, what, ways):
+            both = dataclasses.replace(
+                last, op=Op.BROADCAST, writes=last.writes + what.writes, pairs=last.pairs + what.pairs
+            )
+            actions[-1] = (kind, both)
+        else:
+            actions.append((kind, what))
+    commands = sum(kind is Kind.MOVE for kind, _ in actions)
+    return dataclasses.replace(ring, actions=actions, commands=commands)
+
+
+def _joins(first: Move, then: Move, ways: int) -> bool:
+    return (
+        bool(first.source)
+        and (first.source, first.size_bytes) == (then.source, then.size_bytes)
+        and not then.drains
+        and len(first.writes) + len(then.writes) <= ways
+    )
+
+
+_WORDS = {int(Op.SIGNAL): Kind.SIGNAL, int(Op.WAIT): Kind.WAIT}
+_OPS = {int(op): op for op in Op}
+_MOVES = frozenset(int(op) for op in st.MOVES)
+_NAMES = (
+    "op", "signal", "value", "src_rank", "dst_rank", "dst2_rank", "src_buffer", "dst_buffer", "dst2_buffer",
+    "src_offset", "dst_offset", "dst2_offset", "length", "length_param", "skip", "rows", "src_pitch", "dst_pitch",
+    "num_sources", "first_source", "src_param", "dst_param", "dst2_param",
+)  # fmt: skip
+
+
+def _columns(plan: Plan) -> dict[str, list[int]]:
+    """All queues' rows end to end, as lists: a Python list is read many times faster than an array's elements."""
+    rows = st.sequence(*(q.steps for q in plan.queues))
+    return {name: rows[name].tolist() for name in _NAMES}
+
+
+def _bound(plan: Plan, params: Mapping[str, int]) -> list[int]:
+    names = [p.name for p in plan.params]
+    if unknown := sorted(set(params) - set(names)):
+        raise PlanError(f"plan {plan.name} has no parameter {unknown[0]!r}; it has {', '.join(names) or 'none'}")
+    if missing := [name for name in names if name not in params]:
+        raise PlanError(f"plan {plan.name}: parameter {missing[0]!r} needs a value before the plan can be priced")
+    if wrong := [name for name in names if params[name] < 0]:
+        raise PlanError(f"plan {plan.name}: parameter {wrong[0]!r} must not be negative")
+    return [int(params[name]) for name in names]
+
+
+class _Pending:
+    """What the moves of a queue touch since it was last drained: a move that meets it must wait for them.
+
+    Reductions run on other hardware than copies, so they always drain, and so does what follows one.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._buffers = plan.buffers
+        self._reads, self._writes = _Ranges(), _Ranges()
+        self._reduced = False
+
+    def meets(self, op: Op, at: int, c: dict[str, list[int]], params: list[int]) -> bool:
+        """Must the move at row `at` wait for those before it? It then counts as one of them."""
+        reads, writes = self._operands(op, at, c, params)
+        drains = (
+            op is Op.REDUCE
+            or self._reduced
+            or any(self._writes.meets(*r) for r in reads)
+            or any(self._writes.meets(*w) or self._reads.meets(*w) for w in writes)
+        )
+        if drains:
+            self._reads, self._writes = _Ranges(), _Ranges()
+        for r in reads:
+            self._reads.add(*r)
+        for w in writes:
+            self._writes.add(*w)
+        self._reduced = op is Op.REDUCE
+        return drains
+
+    def _operands(
+        self, op: Op, at: int, c: dict[str, list[int]], params: list[int]
+    ) -> tuple[list[_At], list[_At]]:
+        def ranged(side: str) -> _At:
+            rank, buffer = c[f"{side}_rank"][at], c[f"{side}_buffer"][at]
+            shown = self._buffers[buffer]
+            if shown.role is Role.VIEW and not shown.staged[rank]:
+                buffer = shown.of
+            begin, length = c[f"{side}_offset"][at], c["length"][at]
+            if (param := c[f"{side}_param"][at]) >= 0:
+                begin += params[param]
+            if (param := c["length_param"][at]) >= 0:
+                length = min(length, params[param])
+            if op is Op.COPY2D:
+                length += (c["rows"][at] - 1) * max(c[f"{side}_pitch"][at], 0)
+            return rank, buffer, begin, begin + length
+
+        if op is Op.REDUCE:
+            return [], [ranged("dst")]
+        if op is Op.SWAP:
+            both = [ranged("src"), ranged("dst")]
+            return both, both
+        return [ranged("src")], [ranged("dst"), ranged("dst2")] if op is Op.BROADCAST else [ranged("dst")]
+
+
+_At = tuple[int, int, int, int]  # rank, buffer, begin, end
+
+
+class _Ranges:
+    """Ranges of bytes that may overlap, sorted by their begin; `_reach` is the longest, so that a search is short."""
+
+    def __init__(self) -> None:
+        self._ranges: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self._reach = 0
+
+    def add(self, rank: int, buffer: int, begin: int, end: int) -> None:
+        insort(self._ranges.setdefault((rank, buffer), []), (begin, end))
+        self._reach = max(self._reach, end - begin)
+
+    def meets(self, rank: int, buffer: int, begin: int, end: int) -> bool:
+        ranges = self._ranges.get((rank, buffer), [])
+        first = bisect_left(ranges, (begin - self._reach, 0))
+        for low, high in ranges[first:]:
+            if low >= end:
+                return False
+            if high > begin:
+                return True
+        return False
+
