@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from dovetail import profile
-from dovetail.bench.tune import section, winners
+from dovetail.bench.tune import points, section, winners
 from dovetail.cli.tune import parse_seconds
+from dovetail.sim import tables
 
 
 def row(size_bytes: int, variant: str, time_us: float | None, ranks: int = 2, backend: str = "cpu") -> dict[str, Any]:
@@ -44,6 +45,16 @@ def test_section_is_what_a_profile_takes(tmp_path: Any) -> None:
     loaded, _ = profile.load(path, key)
     assert profile.choose("all_gather", 2, 16384, profile=loaded).variant == "b2b"
     assert profile.choose("all_gather", 2, 16385, profile=loaded).variant == "pcpy"
+
+
+def test_points_are_all_that_was_measured_and_a_model_reads_them(tmp_path: Any) -> None:
+    sections = {"coll": section(winners(ROWS)), "points": points(ROWS)}
+    assert sections["points"]["cpu"]["all_gather"]["4"] == [[1024, "torch", 5.0], [1024, "pcpy", 6.0]]
+    key = profile.Key(device="d", driver="k", ranks=(2, 4))
+    path = profile.save(profile.Profile(key=key, sections=sections), tmp_path / "p.json")
+    found = tables.load(path)
+    assert len(found) == 7  # all but torch's, the wrong one and gloo's
+    assert (found[0].case.ranks, found[0].case.total_bytes, found[0].value) == (2, 2048, 3.0)
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("60s", 60), ("2m", 120), ("90", 90), ("0.5h", 1800)])

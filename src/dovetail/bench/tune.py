@@ -85,12 +85,13 @@ def measure(
     return runner.Outcome(rows=rows, notes=notes, gpu=gpu)
 
 
-def save(found: Sequence[Winner], backend: str = CPU) -> Path:
+def save(found: Sequence[Winner], rows: Iterable[Row], backend: str = CPU) -> Path:
     """Write the profile of this machine; what it has for other numbers of ranks and backends stays in it."""
     if not found:
         raise DovetailError("nothing was measured within the budget; give more time")
     ranks = {winner.ranks for winner in found}
-    new = profile.Profile(key=machine.profile_key(ranks), sections={"coll": section(found, backend)})
+    sections = {"coll": section(found, backend), "points": points(rows, backend)}
+    new = profile.Profile(key=machine.profile_key(ranks), sections=sections)
     old, _ = profile.load(env.profile_path(), machine.profile_key())
     return profile.save(old.merged(new) if old else new)
 
@@ -126,6 +127,19 @@ def section(found: Sequence[Winner], backend: str = CPU) -> dict[str, Any]:
     for collective, by_ranks in table.items():
         for ranks in by_ranks:
             by_ranks[ranks] = _ranges([w for w in found if w.collective == collective and str(w.ranks) == ranks])
+    return {backend: table}
+
+
+def points(rows: Iterable[Row], backend: str = CPU) -> dict[str, Any]:
+    """The section "points": backend, collective, ranks -> ``[size_bytes, variant, time_us]`` of all that was measured.
+
+    Choices need only the winners; a model of the machine is fitted to all of it.
+    """
+    table: dict[str, dict[str, list[list[Any]]]] = {}
+    for row in rows:
+        if row["backend"] == backend and row["correct"] and row["time_us"] is not None:
+            found = table.setdefault(row["collective"], {}).setdefault(str(row["ranks"]), [])
+            found.append([row["size_bytes"], row["variant"], row["time_us"]])
     return {backend: table}
 
 

@@ -65,7 +65,7 @@ def tune(
 
     outcome = tuning.measure(numbers, sizes, budget_s, progress_bar(), placement.of(backend, force=force))
     found = tuning.winners(outcome.rows, backend)
-    saved = tuning.save(found, backend)
+    saved = tuning.save(found, outcome.rows, backend)
     _show(found)
     print(f"profile: {saved}")
     for note in [*outcome.notes, *_untested(backend)]:
