@@ -20,7 +20,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 NATIVE_SOURCES := $(wildcard native/*.cpp native/*.h native/*.hpp native/CMakeLists.txt)
-SERIAL_TIERS := $(wildcard tests/ranks tests/interp tests/gpu tests/browser)
+# Tiers that may be skipped for a missing tool come first, so that the last words of a run are about tests that ran.
+SERIAL_TIERS := $(wildcard tests/interp tests/gpu tests/browser tests/ranks)
 
 .PHONY: help setup demo test covered lint types wheel clean FORCE
 
@@ -31,9 +32,10 @@ help:  ## say what can be made
 
 setup: $(VENV)/.installed  ## make .venv with everything in it; the second call takes seconds
 
-demo: setup  ## set up, say what this machine has, and measure every collective
+demo: setup  ## set up, say what this machine has, measure every collective, and simulate another machine
 	$(BIN)/dovetail doctor
 	$(BIN)/dovetail bench all --quick
+	$(BIN)/dovetail simulate whatif --machine mi300x -f 32
 
 test: setup lint types  ## set up and run every check: lint, types, layers, all tests
 	$(BIN)/python -m pytest tests/unit -n 2 --dist worksteal --ignore-glob='*/test_gpu_*'
