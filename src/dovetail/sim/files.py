@@ -61,7 +61,8 @@ def parse(data: dict[str, Any]) -> Machine:
     sources: dict[str, Source] = {}
     parts: dict[str, Any] = {}
     for section, cls in SECTIONS.items():
-        table = data.get(section)
+        optional = all(f.default is not dataclasses.MISSING for f in dataclasses.fields(cls))
+        table = data.get(section, {} if optional else None)
         if not isinstance(table, dict):
             raise MachineError(f"the table [{section}] is missing")
         keys = tuple(f.name for f in dataclasses.fields(cls))
@@ -120,7 +121,7 @@ def dump(machine: Machine) -> str:
     """The text of a machine file."""
     lines = [f"name = {_text(machine.name)}", f"title = {_text(machine.title)}", f"ranks = {machine.ranks}"]
     for section, cls in SECTIONS.items():
-        lines += ["", f"[{section}]"]
+        lines += ["", f"[{section}]"] if any(n.startswith(f"{section}.") for n in machine.sources) else []
         for f in dataclasses.fields(cls):
             name = f"{section}.{f.name}"
             value = getattr(getattr(machine, section), f.name)

@@ -13,7 +13,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dovetail.sim.net.topology import Network
 
 
 class MachineError(ValueError):
@@ -115,6 +118,13 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Library:
+    """A collective library whose kernels move the bytes, as RCCL does: for whole collectives on the machine's links."""
+
+    launch_ns: float = 0.0  #: what a call of it takes besides the bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """A machine that plans can be priced on."""
 
@@ -126,6 +136,7 @@ class Machine:
     link: Link
     memory: Memory
     compute: Compute
+    library: Library = Library()
     sources: Mapping[str, Source] = field(repr=False, default_factory=dict)  #: by name of constant
 
     def __post_init__(self) -> None:
@@ -151,16 +162,34 @@ class Machine:
         sources = {**self.sources, **(dict.fromkeys(values, source) if source else {})}
         return dataclasses.replace(self, **changed, sources=sources)
 
+    def network(self, ranks: int | None = None) -> Network:
+        """Its links as a network, for collectives at scale."""
+        from dovetail.sim.net.topology import Dimension, Kind, Network
+
+        if self.link.wiring is Wiring.SHARED_MEMORY:
+            raise MachineError(f"machine {self.name} has no links: its ranks share one memory")
+        self.require(ranks or self.ranks, "this network")
+        link = Dimension(
+            kind=Kind(self.link.wiring),
+            ranks=ranks or self.ranks,
+            bandwidth_gbps=self.link.bandwidth_gbps,
+            latency_ns=self.link.latency_ns,
+        )
+        return Network(dimensions=(link,))
+
     def constants(self) -> dict[str, float]:
         """Every numeric constant by name."""
         return {name: self.value(name) for name in NUMBERS}
 
     def fitted(self) -> tuple[str, ...]:
-        """The constants that were fitted, and that `fit` changes unless told otherwise."""
-        return tuple(n for n in NUMBERS if (s := self.sources.get(n)) is not None and s.origin is Origin.FITTED)
+        """The constants of plans that were fitted, and that `fit` changes unless told otherwise."""
+        origin = {name: source.origin for name, source in self.sources.items()}
+        return tuple(n for n in NUMBERS if origin.get(n) is Origin.FITTED and not n.startswith("library."))
 
 
-SECTIONS: dict[str, type] = {"host": Host, "engine": Engine, "link": Link, "memory": Memory, "compute": Compute}
+SECTIONS: dict[str, type] = {
+    "host": Host, "engine": Engine, "link": Link, "memory": Memory, "compute": Compute, "library": Library,
+}  # fmt: skip
 #: Constants that are words.
 WORDS: dict[str, type[StrEnum]] = {"host.threads": Threads, "link.wiring": Wiring}
 #: Constants that are lists of words.
