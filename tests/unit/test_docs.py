@@ -41,7 +41,11 @@ def test_options_exist(page: Path) -> None:
     """Also of commands that need a GPU, which no test here can run."""
     app = typer.main.get_command(cli.build())
     for verb, rest in re.findall(r"(?:^|[\s/])dovetail ([a-z]+)([^\n|#]*)", code(page.read_text()), re.MULTILINE):
-        known = {option for parameter in app.commands[verb].params for option in parameter.opts}
+        command = app.commands[verb]
+        words = rest.split()
+        if words and words[0] in getattr(command, "commands", {}):  # a verb with verbs of its own
+            command = command.commands[words[0]]
+        known = {option for parameter in command.params for option in parameter.opts}
         assert set(re.findall(r"(?<=\s)--[a-z-]+", rest)) <= known, f"dovetail {verb}{rest}"
 
 

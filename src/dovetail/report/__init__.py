@@ -1,0 +1,1 @@
+"""HTML from records: plots, tables, verdicts. Needs the extra `report` (plotly)."""
