@@ -2,7 +2,8 @@
 
 Owns the residuals and a small damped least-squares in the logarithm of the constants, so that they stay positive. A
 time or a speedup counts by its log error; a share of a phase by its points, `_PER_POINT` each: 4 points weigh about as
-much as 15 % of time. One set of constants serves all tables that are given.
+much as 15 % of time. Speedups of one row share the run that they were taken over, and its error with it, so what they
+have in common counts less than what sets them apart. One set of constants serves all tables that are given.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dovetail.sim.result import Result
 from dovetail.sim.tables import Figure, Target
 
 _PER_POINT = 0.04
+_SHARED = 0.7  # what counts of the error that all speedups of a row have in common: it may be their baseline's
 _STEP = 0.04  # of a logarithm, for slopes: constants are rounded to nanoseconds
 _MOST_STEPS = 40
 _ENOUGH = 1e-4
@@ -178,8 +180,13 @@ def fit(
     def at(logs: Floats) -> Machine:
         return machine.replace(dict(zip(names, np.exp(logs).tolist(), strict=True)), source)
 
+    rows = _rows(counted)
+
     def residuals(logs: Floats) -> Floats:
-        return np.array([_residual(p) for p in predict(at(logs), counted)])
+        found = np.array([_residual(p) for p in predict(at(logs), counted)])
+        for row in rows:
+            found[row] -= (1 - _SHARED) * found[row].mean()
+        return found
 
     best = _least_squares(residuals, np.log([machine.value(name) for name in names]), progress)
     found = at(best)
@@ -188,6 +195,15 @@ def fit(
         Predicted(target=p.target, value=p.value, held_out=True) for p in predict(rounded, held)
     ]
     return Fit(machine=rounded, free=names, predicted=tuple(predicted))
+
+
+def _rows(targets: Sequence[Target]) -> list[list[int]]:
+    """Speedups that were taken over one and the same run of the baseline."""
+    rows: dict[tuple[object, ...], list[int]] = {}
+    for n, t in enumerate(targets):
+        if t.figure is Figure.SPEEDUP:
+            rows.setdefault((_table(t), t.case.total_bytes), []).append(n)
+    return list(rows.values())
 
 
 def _residual(p: Predicted) -> float:
