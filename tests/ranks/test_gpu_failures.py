@@ -5,8 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
+import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +21,7 @@ import dovetail
 from dovetail.coll import gpu
 from dovetail.errors import DovetailError, HardwareError, NotSupported, PeerError, Timeout
 from dovetail.hw.gpu.call import GpuRunner
-from dovetail.plan import Plan, Role, SignalKind, passes
+from dovetail.plan import DType, Plan, ReduceOp, Role, SignalKind, passes
 from dovetail.plan import step as st
 from dovetail.plan.build import all_gather
 from dovetail.plan.build.assembly import Assembly
@@ -75,6 +79,85 @@ def test_killed_rank(spare_pool: Callable[..., Pool]) -> None:
 
     pool.start(job)
     assert pool.finish([0, 2]) == {0: True, 2: True}
+
+
+def test_killed_rank_while_a_run_is_issued(spare_pool: Callable[..., Pool]) -> None:
+    """A driver call that blocks until the run's own waits end: somebody must end them before it returns."""
+    pool = spare_pool(2, environment())
+
+    def reducing(size: int) -> Plan:
+        """Rank 1 waits for rank 0 before it reduces; the CPU's code reduces while the call is issued."""
+        a = Assembly("reduces after rank 0", 2)
+        src, dst = a.buffer("input", Role.INPUT, size), a.buffer("output", Role.OUTPUT, size)
+        flag, done = a.signal("flag", 0, SignalKind.IMPORTED), a.signal("done", 1)
+        first = a.sources([1], [src], [0])
+        a.queue(0, 0, st.wait(flag), st.copy((0, src, 0), (0, dst, 0), size), st.signal(done))
+        a.queue(1, 0, st.wait(done), st.reduce((1, dst, 0), size, first, 1, DType.FLOAT32, ReduceOp.SUM))
+        return passes.entry(a.plan())
+
+    def job() -> float:
+        g = set_up()
+        runner = GpuRunner(gpu.group_of(g, "cuda", 0), reducing(4096))
+        buffers = {"input": tensor_of(1024), "output": tensor_of(1024)}
+        if g.rank == 0:
+            runner.submit(buffers)
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        begin = time.monotonic()
+        with pytest.raises(PeerError, match="rank 0 died"):
+            runner.submit(buffers).wait(10)
+        took_s = time.monotonic() - begin
+        g.close()
+        dovetail.finalize()
+        return took_s
+
+    pool.start(job)
+    assert pool.finish([1], 20.0)[1] < 2.5
+
+
+ERROR = """
+import sys, time
+import dovetail
+from tests.ranks.gpuranks import pair_of, set_up
+g = set_up()
+out, inp = pair_of(1, g)
+dovetail.all_gather_into_tensor(out, inp, variant="pcpy")
+dovetail.barrier()
+if g.rank:
+    work = dovetail.arm(dovetail.all_gather_into_tensor, out, inp, variant="pcpy")
+    try:
+        work.synchronize()
+    except dovetail.errors.PeerError as error:
+        assert "rank 0" in str(error), error
+        print("told")
+else:
+    dovetail.all_gather_into_tensor(out, inp, variant="pcpy")  # its stream waits for the other's
+    print("issued")
+    raise KeyboardInterrupt if sys.argv[1] == "interrupt" else ValueError("mine")
+"""
+
+
+@pytest.mark.parametrize("how", ["interrupt", "error"])
+def test_a_process_that_ends_by_an_error(how: str) -> None:
+    """Its stream waits for a late rank, for up to a minute: the process does not."""
+    token, processes = uuid.uuid4().hex, []
+    for rank in range(2):
+        place = {"DOVETAIL_RENDEZVOUS": token, "DOVETAIL_RANK": str(rank), "DOVETAIL_WORLD_SIZE": "2"}
+        env = {**os.environ, **environment(), **place, "DOVETAIL_TIMEOUT": "60", "DOVETAIL_CHECK": "0"}
+        words = [sys.executable, "-c", ERROR, how]
+        root = Path(__file__).parents[2]
+        processes.append(subprocess.Popen(words, env=env, cwd=root, stdout=subprocess.PIPE, text=True))
+    try:
+        begin = time.monotonic()
+        assert processes[0].stdout is not None
+        assert processes[0].stdout.readline() == "issued\n"
+        assert processes[0].wait(20) != 0
+        assert processes[1].communicate(timeout=20)[0] == "told\n"
+        assert time.monotonic() - begin < 30  # starting Python is most of it
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 @pytest.mark.parametrize("world", [2])

@@ -264,11 +264,11 @@ def test_an_expired_gate(control: Control, device: Device, heaps: list[Heap]) ->
     """The watchdog opens it although nobody waits for the ticket; the streams are free afterwards."""
     moved = Moved(heaps)
     with LocalRunner(device, passes.prelaunch(copies()), host_ranks=HOST, timeout_s=0.2) as runner:
-        run = runner.submit(moved.buffers, gated=True)
         begin = time.monotonic()
-        until(lambda: control.parked() == 0, 5)
-        assert time.monotonic() - begin >= 0.1
-        until(run.is_over)
+        run = runner.submit(moved.buffers, gated=True)
+        until(run.is_over, 5)
+        assert time.monotonic() - begin >= 0.2
+        assert control.parked() == 0
         named = r"gate 'gate 0' was not raised; rank 0 queue 0.* step 0: wait gate 0 >= 1; it was opened.*undefined"
         with pytest.raises(Timeout, match=rf"plan to the host made no progress for 0.2 s: {named}"):
             run.wait()
@@ -281,6 +281,26 @@ def test_an_expired_gate(control: Control, device: Device, heaps: list[Heap]) ->
             again.fire()
             again.wait(20)
             assert moved.all
+
+
+def test_more_calls_than_a_stream_takes(device: Device, heaps: list[Heap], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver call that blocks behind the closed gate, which the caller can't open before it returns."""
+    moved, record = Moved(heaps), device.driver.event_record
+    with LocalRunner(device, passes.prelaunch(copies()), host_ranks=HOST, timeout_s=0.2) as runner:
+        gate = next(n for n, s in enumerate(runner.program.plan.signals) if s.kind is SignalKind.GATE)
+
+        def full(event: int, stream: int) -> None:
+            until(lambda: runner._execution.words.read(gate) > 0, 5)
+            record(event, stream)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(device.driver, "event_record", full)
+            run = runner.submit(moved.buffers, gated=True)
+        with pytest.raises(Timeout, match="'gate 0' was not raised, and the driver took no more of the run's calls"):
+            run.wait(20)
+        moved.dst.zero_()
+        runner.submit(moved.buffers).wait(20)
+        assert moved.all
 
 
 def test_streams_behind_gates(control: Control, device: Device, heaps: list[Heap]) -> None:

@@ -10,6 +10,7 @@ import atexit
 import hashlib
 import logging
 import os
+import sys
 import uuid
 from typing import Any
 
@@ -132,6 +133,13 @@ def finalize() -> None:
         world.close()
 
 
+def _at_exit() -> None:
+    """Closes the default world; after an error that nobody caught without waiting for late ranks."""
+    if session.world is not None and session.world.gpu is not None and getattr(sys, "last_value", None) is not None:
+        session.world.gpu.leave()
+    finalize()
+
+
 def world() -> World:
     """The default world; joins it if torch.distributed, or a launcher, says how."""
     if session.world is None:
@@ -214,4 +222,4 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
-atexit.register(finalize)
+atexit.register(_at_exit)

@@ -166,7 +166,10 @@ class Execution:
         )  # fmt: skip
         if gated:
             device.armed_for(streams, ticket)
+        ticket.issuing = True
         try:
+            if self.program.waits_outside:  # from now on: a full stream (1022 launches) blocks us until it goes on
+                device.watchdog.add(ticket)
             if after is not None or after_event is not None or (previous is not None and not previous.is_over()):
                 self._begin(streams, after, after_event, previous)
             if self._has_gate and not gated:
@@ -179,9 +182,7 @@ class Execution:
             self._abandon(streams, ticket, error)
             raise
         self._last = ticket
-        if self.program.waits_outside:
-            device.watchdog.add(ticket)
-        else:
+        if not self.program.waits_outside:
             self._keep(ticket)
         return ticket
 
@@ -192,6 +193,7 @@ class Execution:
             driver.event_record(event, stream)
             driver.stream_wait_event(first, event)
         driver.event_record(ticket.event, first)
+        ticket.issuing = False
 
     def _abandon(self, streams: Sequence[int], ticket: GpuTicket, error: BaseException) -> None:
         """Part of a run is in the streams: its waits are opened, and its memory is held until they have drained."""
@@ -199,8 +201,10 @@ class Execution:
         ticket.abandon(known)
         with contextlib.suppress(DovetailError):  # a driver that fails for good: the watchdog gives the run up
             self._end(streams, ticket)
+        ticket.issuing = False
         self._last = ticket
-        self.device.watchdog.add(ticket)
+        if not self.program.waits_outside:
+            self.device.watchdog.add(ticket)
 
     def _keep(self, ticket: GpuTicket) -> None:
         """Runs in flight hold their memory although nobody may hold their tickets; they end in order."""

@@ -8,8 +8,10 @@ the peers' streams wait for that. So a rank may be far ahead of its GPU.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent import futures
@@ -101,6 +103,7 @@ class GpuGroup:
         self._runner = PlanRunner(self._companion, passes.entry(all_gather.pcpy(group.size, n)))
         self._words = world.take_words(NUM_WORDS * WORD_BYTES)
         self.blocks = self._share_words()
+        world.groups.add(self)
 
     def _share_words(self) -> dict[int, tuple[int, int]]:
         """Tells everybody where this rank's signal words are, and pins theirs; agrees on where runs count from."""
@@ -225,6 +228,16 @@ class GpuGroup:
         if not self._scratch or self._scratch[-1][1] < size_bytes:
             self._scratch.append((self.world.heap.alloc(size_bytes), size_bytes))  # runs in flight may use the old one
         return self._scratch[-1][0]
+
+    def leave(self, deadline_s: float) -> None:
+        """Gives up what is not over at `deadline_s`: the group is broken then, on every rank."""
+        last = self.last
+        if last is None:
+            return
+        with contextlib.suppress(DovetailError):  # the error of a run that is over, or the time is
+            last.wait(max(0.0, deadline_s - time.monotonic()))
+        if not last.is_over():  # runs before it are opened by the watchdog, since the group is broken
+            last.abandon(DovetailError(f"rank {self.group.rank} left {self.group} after an error"))
 
     def close(self) -> None:
         """Ends it on this rank, after what is in flight."""

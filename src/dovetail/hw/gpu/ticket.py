@@ -63,7 +63,7 @@ class GpuTicket:
 
     __slots__ = (
         "_armed", "_begun_s", "_device", "_error", "_hold", "_info", "_lost", "_opened_s", "_over", "_peers",
-        "_timeout_s", "base", "event",
+        "_timeout_s", "base", "event", "issuing",
     )  # fmt: skip
 
     def __init__(
@@ -81,6 +81,7 @@ class GpuTicket:
         self._device, self._info, self._begun_s, self._timeout_s = device, info, begun_s, timeout_s
         self.base = base  #: what this run's signals count from
         self.event = event  #: recorded when all of the run is done: what another stream waits for
+        self.issuing = False  #: its event is not recorded yet, and may be done from an earlier run
         self._armed, self._hold, self._peers = armed, hold, peers
         self._over = False
         self._error: DovetailError | None = None
@@ -114,7 +115,7 @@ class GpuTicket:
         if self._over:
             return True
         self._device.enter()
-        if not self._device.driver.event_done(self.event):
+        if self.issuing or not self._device.driver.event_done(self.event):
             return False
         self._settle()
         return True
@@ -179,7 +180,8 @@ class GpuTicket:
             if self._over:
                 return
             if self._opened_s:
-                if time.monotonic() > self._opened_s + _DRAIN_S and not self._device.driver.event_done(self.event):
+                late = time.monotonic() > self._opened_s + _DRAIN_S
+                if late and (self.issuing or not self._device.driver.event_done(self.event)):
                     self._error = HardwareError(f"{self._error}; its streams did not drain within {_DRAIN_S:g} s")
                     self._over = self._lost = True  # its streams stay armed, its event is not used again
                     self._device.keep(self._hold)
@@ -222,7 +224,9 @@ class GpuTicket:
             return f"{text}: its copies did not end"
         signal = info.plan.signals[short[0].signal]
         what = "gate" if signal.kind is SignalKind.GATE else "signal"
-        return f"{text}: {what} {signal.name!r} was not raised; {info.plan.describe(*short[0].place)}"
+        full = ", and the driver took no more of the run's calls: let it have fewer, larger copies"
+        late = f"{what} {signal.name!r} was not raised{full if self.issuing else ''}"
+        return f"{text}: {late}; {info.plan.describe(*short[0].place)}"
 
     def _settle(self) -> None:
         with _ending:

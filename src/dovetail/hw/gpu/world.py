@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from typing import Any
+import time
+import weakref
+from typing import Any, Protocol
 
 from dovetail.errors import DovetailError, NotSupported
 from dovetail.hw.gpu import symmetric
@@ -23,6 +25,15 @@ NOWHERE, ON_DEVICE, IN_ARENA, ADOPTED = range(4)
 
 _SPAN = struct.Struct("<QQ")
 _ARENA_SEGMENT_BYTES = 64 << 20
+#: A process that ends by an error waits this long for its runs.
+_LEAVE_S = 1.0
+
+
+class Leaves(Protocol):
+    """A group with runs that may wait for peers."""
+
+    def leave(self, deadline_s: float) -> None:
+        """Gives up what is not over at `deadline_s` (of the monotonic clock)."""
 
 
 class ArenaSource:
@@ -65,6 +76,7 @@ class GpuWorld:
         self._words: list[Any] = []
         self._word_pins: dict[tuple[int, int], int] = {}
         self.runs = 0  #: the highest number of a run in any group so far
+        self.groups: weakref.WeakSet[Leaves] = weakref.WeakSet()
         self.closed = False
 
     def name_of(self, address: int, size_bytes: int) -> tuple[int, bytes, int]:
@@ -120,6 +132,13 @@ class GpuWorld:
         if (rank, offset) not in self._word_pins:
             self._word_pins[rank, offset] = self.pin(rank, offset, size_bytes)
         return self._word_pins[rank, offset]
+
+    def leave(self) -> None:
+        """Before `close` in a process that ends by an error: it waits for late peers only a moment. They would take it
+        for one that still comes, and it may be somebody at a terminal who ends it."""
+        deadline_s = time.monotonic() + _LEAVE_S
+        for group in list(self.groups):
+            group.leave(deadline_s)
 
     def close(self) -> None:
         """Closes what peers opened to us and gives our memory back. Safe to call twice."""
