@@ -34,9 +34,14 @@ dovetail bench all --backend cuda --peers ranks --ranks 4
 dovetail bench copies --backend cuda
 
 dovetail bench beside --backend cuda
+
+dovetail bench kv --layout llama-70b-tp8 --tokens 1K,4K --cache 1G
+
+dovetail bench kv --backend cuda --layout all --tokens 1K,8K,32K --cache 64G --pin 12G
 """
 _EVERY = "all"
-_COLLECTIVE_HELP = f"{', '.join(COLLECTIVES)}, or {_EVERY}; with --backend cuda and host peers: {', '.join(WORK)}."
+KV = "kv"
+_COLLECTIVE_HELP = f"{', '.join(COLLECTIVES)}, {_EVERY}, or kv; with --backend cuda and host peers: {', '.join(WORK)}."
 _BASELINE_HELP = f"Out of {', '.join(OURS[CPU])}; between ranks on GPUs {', '.join(OURS[CUDA])}; or none. Default: all."
 _END, _RANKS = "16M", {CPU: 2, CUDA: 4}
 _NONE = "none"
@@ -68,6 +73,11 @@ def bench(
     energy: Annotated[bool, typer.Option("--energy", help="cuda: joules per GB too.")] = False,
     force: Annotated[bool, typer.Option("--force", help="cuda: measure although others use the GPU.")] = False,
     pin: Annotated[str | None, typer.Option(metavar="SIZE", help="cuda: host memory to pin at most.")] = None,
+    layout: Annotated[str | None, typer.Option(help="kv: models such as llama-8b,llama-70b-tp4,mla, or all.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="kv: how many tokens are fetched and stored: 1K,8K.")] = None,
+    cache: Annotated[str | None, typer.Option(help="kv: size of the cache: 2G.")] = None,
+    path: Annotated[str | None, typer.Option(help="kv: dma-2d, dma-batch, dma-loop, kernel, cpu, or all.")] = None,
+    outermost: Annotated[str | None, typer.Option(help="kv: layer or block.")] = None,
     json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write a record to FILE.")] = None,
 ) -> None:
     """Measure a collective beside its baselines, in the manner of nccl-tests.
@@ -81,6 +91,16 @@ def bench(
     """
     one_of("backend", backend, BACKENDS)
     one_of("peers", peers or _HOST, PEERS)
+    kv = {"layout": layout, "tokens": tokens, "cache": cache, "path": path, "outermost": outermost}
+    if collective == KV:
+        from dovetail.cli import _kv
+
+        others = {"peers": peers, "ranks": ranks, "end": end, "baseline": baseline}
+        _refuse({name: given is not None for name, given in others.items()} | {"energy": energy}, "collectives")
+        bounds = Bounds(force=force, pin_bytes=None if pin is None else parse_bytes(pin))
+        _kv.bench(backend, _kv.Asked(**kv, rounds=iters, quick=quick), bounds, json)
+        return
+    _refuse({name: given is not None for name, given in kv.items()}, KV)
     if backend == CUDA and peers != _RANK_PROCESSES:
         ranks_only = {
             "baseline": baseline is not None,

@@ -1,0 +1,116 @@
+"""What `dovetail bench kv` does: parses, measures, prints."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from dovetail.bench.gpu.spec import Bounds
+from dovetail.measure.sizes import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from dovetail.bench.kv import Spec
+
+_ALL = "all"
+_DEFAULT_TOKENS, _QUICK_TOKENS = "1K,8K", "1K"
+_DEFAULT_CACHE = {"cpu": "1G", "cuda": "2G"}
+_ROUNDS, _QUICK_ROUNDS = 5, 2
+_TIMES = ("submit_us", "time_us")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The options as they were given."""
+
+    layout: str | None
+    tokens: str | None
+    cache: str | None
+    path: str | None
+    outermost: str | None
+    rounds: int | None
+    quick: bool
+
+
+def bench(backend: str, asked: Asked, bounds: Bounds, json: Path | None) -> None:
+    """Measures and shows; exit 1 if a row arrived changed."""
+    from dovetail.bench import kv
+    from dovetail.cli import _gpu
+    from dovetail.cli.bench import progress_bar
+    from dovetail.kv.mover import Path as Form
+
+    facts: dict[str, Any] | None = None
+    if backend == "cuda":
+        from dovetail.bench.gpu.session import Session
+
+        with Session("cuda", bounds) as session, progress_bar() as progress:
+            place = kv.GpuPlace(session)
+            spec = _spec(asked, backend, place.paths())
+            try:
+                rows, notes = kv.measure(spec, place, progress)
+                facts = session.facts()
+            finally:
+                place.close()
+    else:
+        if bounds != Bounds():
+            raise ValueError("--force and --pin are for --backend cuda")
+        spec = _spec(asked, backend, (Form.CPU,))
+        with progress_bar() as progress:
+            rows, notes = kv.measure(spec, kv.CpuPlace(), progress)
+    _show(spec, rows)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    for line in kv.lines(rows):
+        print(line)
+    if json is not None:
+        _gpu.write("bench", rows, facts, json)
+    if not all(row["correct"] for row in rows):
+        raise typer.Exit(1)
+
+
+def _spec(asked: Asked, backend: str, known: tuple[str, ...]) -> Spec:
+    from dovetail.bench.kv import Spec
+    from dovetail.kv.models import MODELS, model
+
+    named = asked.layout or "llama-70b-tp4"
+    names = list(MODELS) if named == _ALL else named.split(",")
+    paths = known if asked.path in (None, _ALL) else tuple(asked.path.split(","))
+    for path in paths:
+        if path not in known:
+            raise ValueError(f"--path: {path!r} is not one of {', '.join(known)}, which {backend} has")
+    outermost = asked.outermost or "layer"
+    if outermost not in ("layer", "block"):
+        raise ValueError(f"--outermost: {outermost!r} must be layer or block")
+    tokens = asked.tokens or (_QUICK_TOKENS if asked.quick else _DEFAULT_TOKENS)
+    return Spec(
+        models=tuple(model(name.strip()) for name in names),
+        tokens=tuple(parse_bytes(word) for word in tokens.split(",")),
+        cache_bytes=parse_bytes(asked.cache or _DEFAULT_CACHE[backend]),
+        paths=tuple(str(path) for path in paths),
+        outermost=outermost,
+        rounds=asked.rounds or (_QUICK_ROUNDS if asked.quick else _ROUNDS),
+    )
+
+
+def _show(spec: Spec, rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    title = f"kv, cache of {format_bytes(spec.cache_bytes)}, {spec.outermost} outermost, random blocks"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("layout")
+    for name in ("row B", "tokens", "", "path", "copies", "plan us", "submit us", "time us", "GB/s", "of contiguous"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        share = "" if row["share"] is None else f"{row['share']:.0%}"
+        speed = "WRONG" if row["bandwidth_gbps"] is None else f"{row['bandwidth_gbps']:.2f}"
+        table.add_row(
+            row["layout"], format_bytes(row["row_bytes"]), format_bytes(row["tokens"]), row["direction"], row["path"],
+            str(row["copies"]), f"{row['plan_us']:.0f}", *("" if row[k] is None else f"{row[k]:.0f}" for k in _TIMES),
+            speed, share,
+        )  # fmt: skip
+    console = Console() if sys.stdout.isatty() else Console(width=130)
+    console.print(table)

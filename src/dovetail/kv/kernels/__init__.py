@@ -1,0 +1,1 @@
+"""Triton kernels of `dovetail.kv`: device code only."""

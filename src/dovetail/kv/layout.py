@@ -1,0 +1,181 @@
+"""Layouts of a paged KV cache, as data: where each row of each block lies.
+
+A cache is one range of addresses. A *group* is a set of rows with one page size: row r of block b is `row_bytes` bytes
+at `bases[r] + b * strides[r]`. Layer-outermost caches, block-outermost ones, K and V apart or packed, MLA, and groups
+of layers with different pages are all of this form; nothing assumes that rows are equally spaced, `runs` finds out.
+
+On the host a block is one *slot*: its groups one after the other, the rows of each without gaps.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class RowRun:
+    """Rows of a group that are equally spaced on the device: one strided copy moves them."""
+
+    first: int  #: row
+    count: int
+    pitch: int  #: bytes between two of them; `row_bytes` if they are contiguous
+    stride: int  #: from one block to the next
+
+
+class Group:
+    """Rows of one page size."""
+
+    def __init__(self, name: str, row_bytes: int, bases: Any, strides: Any, num_blocks: int) -> None:
+        """`bases`: offset of each row of block 0 in the cache; `strides`: one for all rows, or one each."""
+        self.name, self.row_bytes, self.num_blocks = name, int(row_bytes), int(num_blocks)
+        self.bases: Ints = np.array(bases, np.int64).reshape(-1)
+        self.strides: Ints = np.broadcast_to(np.array(strides, np.int64), self.bases.shape).copy()
+        if self.row_bytes < 1 or self.num_blocks < 1 or not len(self.bases):
+            raise ValueError(
+                f"group {name}: needs rows, and row_bytes and num_blocks of at least 1; it has {len(self.bases)} rows, "
+                f"row_bytes {row_bytes}, num_blocks {num_blocks}"
+            )
+        if (self.bases < 0).any() or (self.strides < self.row_bytes).any():
+            raise ValueError(f"group {name}: bases must not be negative, and blocks at least {row_bytes} bytes apart")
+        self._refuse_overlap()
+
+    def _refuse_overlap(self) -> None:
+        """Raises ValueError if two rows of the cache share bytes: a fetch would write one over the other."""
+        ends = self.bases + (self.num_blocks - 1) * self.strides + self.row_bytes
+        order = np.argsort(self.bases, kind="stable")
+        meets = np.flatnonzero(self.bases[order][1:] < np.maximum.accumulate(ends[order])[:-1])
+        for n in meets.tolist():  # intervals that interleave may still be disjoint row by row
+            a, b = int(order[n]), int(order[n + 1])
+            if self.strides[a] != self.strides[b] or not self._interleave(a, b):
+                raise ValueError(f"group {self.name}: rows {a} and {b} share bytes of the cache")
+
+    def _interleave(self, a: int, b: int) -> bool:
+        gap = int(self.bases[b] - self.bases[a]) % int(self.strides[a])
+        return self.row_bytes <= gap <= int(self.strides[a]) - self.row_bytes
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a block."""
+        return len(self.bases)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block in this group."""
+        return self.num_rows * self.row_bytes
+
+    @functools.cached_property
+    def runs(self) -> tuple[RowRun, ...]:
+        """The rows in maximal stretches of one ascending pitch and one stride, in order."""
+        found, first = [], 0
+        steps, same = np.diff(self.bases), self.strides[1:] == self.strides[:-1]
+        while first < self.num_rows:
+            last = first
+            if first + 1 < self.num_rows and same[first] and steps[first] >= self.row_bytes:
+                while last + 1 < self.num_rows and same[last] and steps[last] == steps[first]:
+                    last += 1
+            pitch = int(steps[first]) if last > first else self.row_bytes
+            found.append(RowRun(first, last - first + 1, pitch, int(self.strides[first])))
+            first = last + 1
+        return tuple(found)
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """A cache: its groups, and the layer that each row belongs to."""
+
+    name: str
+    groups: tuple[Group, ...]
+    layers: tuple[tuple[int, ...], ...] = ()  #: of each group, the layer of each row; for fetches layer by layer
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            raise ValueError(f"layout {self.name}: it needs at least one group")
+        if len({g.num_blocks for g in self.groups}) > 1:
+            found = ", ".join(f"{g.name} {g.num_blocks}" for g in self.groups)
+            raise ValueError(f"layout {self.name}: all groups need the same number of blocks, found {found}")
+        if self.layers and [len(of) for of in self.layers] != [g.num_rows for g in self.groups]:
+            raise ValueError(f"layout {self.name}: `layers` needs an entry for each row of each group")
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the cache."""
+        return self.groups[0].num_blocks
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a block, over all groups: what it takes on the host."""
+        return sum(g.block_bytes for g in self.groups)
+
+    @functools.cached_property
+    def slot_offsets(self) -> tuple[int, ...]:
+        """Where each group begins in a slot."""
+        ends = np.cumsum([g.block_bytes for g in self.groups]).tolist()
+        return (0, *ends[:-1])
+
+    @functools.cached_property
+    def size_bytes(self) -> int:
+        """From the start of the cache to its last byte."""
+        return max(int((g.bases + (g.num_blocks - 1) * g.strides).max()) + g.row_bytes for g in self.groups)
+
+
+def layer_outermost(
+    name: str, *, num_layers: int, row_bytes: int, num_blocks: int, split: bool = False, gap_bytes: int = 0
+) -> Layout:
+    """[layer][K, V][block][row]: with `split` K and V are rows of their own, otherwise a row has both (or is MLA's).
+
+    `gap_bytes` lies between layers, as where each layer is an allocation of its own.
+    """
+    parts = 2 if split else 1
+    layer = parts * num_blocks * row_bytes + gap_bytes
+    bases = [n * layer + p * num_blocks * row_bytes for n in range(num_layers) for p in range(parts)]
+    group = Group("kv", row_bytes, bases, row_bytes, num_blocks)
+    return Layout(name, (group,), (tuple(n for n in range(num_layers) for _ in range(parts)),))
+
+
+def block_outermost(name: str, *, num_layers: int, row_bytes: int, num_blocks: int, split: bool = False) -> Layout:
+    """[block][layer][K, V][row]: a block is contiguous."""
+    parts = 2 if split else 1
+    rows = num_layers * parts
+    group = Group("kv", row_bytes, np.arange(rows) * row_bytes, rows * row_bytes, num_blocks)
+    return Layout(name, (group,), (tuple(n for n in range(num_layers) for _ in range(parts)),))
+
+
+def of_tensors(name: str, layers: Sequence[Sequence[Any]], *, block_dim: int = 0) -> tuple[Layout, int]:
+    """The layout of caches that already exist, and the address at which it begins.
+
+    Args:
+        layers: for each layer its tensors (K and V, or one of both), anywhere in one device's memory.
+        block_dim: the dimension of blocks. What a block has in a tensor must be contiguous.
+
+    Raises:
+        ValueError: a tensor whose blocks are not contiguous, or tensors with different numbers of blocks.
+    """
+    rows: dict[int, list[tuple[int, int, int]]] = {}  # row_bytes -> (address, stride, layer)
+    blocks = set()
+    for layer, tensors in enumerate(layers):
+        for t in tensors:
+            count, stride = t.shape[block_dim], t.stride(block_dim) * t.element_size()
+            inner = t.select(block_dim, 0)
+            if not inner.is_contiguous():
+                raise ValueError(
+                    f"layout {name}: layer {layer}: a block of a tensor of shape {tuple(t.shape)} is not contiguous"
+                )
+            blocks.add(count)
+            rows.setdefault(inner.numel() * t.element_size(), []).append((t.data_ptr(), stride, layer))
+    if len(blocks) != 1:
+        raise ValueError(f"layout {name}: all tensors need the same number of blocks, found {sorted(blocks)}")
+    base = min(address for found in rows.values() for address, _, _ in found)
+    groups, of_layer = [], []
+    for row_bytes, found in rows.items():
+        bases, strides = [a - base for a, _, _ in found], [s for _, s, _ in found]
+        groups.append(Group(f"{row_bytes} B", row_bytes, bases, strides, blocks.copy().pop()))
+        of_layer.append(tuple(layer for _, _, layer in found))
+    return Layout(name, tuple(groups), tuple(of_layer)), base

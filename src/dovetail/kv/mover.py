@@ -1,0 +1,244 @@
+"""Runs the copies of a plan: by a GPU's copy engines, in one of several forms, or by the CPU.
+
+Owns the forms (`Path`) and the ordering rules, in one place: a transfer begins after what the caller's stream has been
+given so far (readers of what is overwritten, writers of what is read), and a stream that joins it goes on after its
+last byte. Submitting returns at once: the engines work while Python issues the rest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.errors import Timeout
+from dovetail.hw.gpu.device import Device
+from dovetail.hw.gpu.driver import SourceOrder
+from dovetail.kv.planner import Direction, Table
+
+Ints = NDArray[np.int64]
+_PAUSE_S = 50e-6
+
+
+class Path(StrEnum):
+    """How bytes are moved."""
+
+    DMA_2D = "dma-2d"  #: a strided copy for each block: few descriptors, no compute cores
+    DMA_BATCH = "dma-batch"  #: a linear copy for each row, many to a call
+    DMA_LOOP = "dma-loop"  #: a linear copy for each row, a call each
+    KERNEL = "kernel"  #: a kernel that gathers rows: it takes multiprocessors
+    CPU = "cpu"  #: plain memory copies
+
+
+class Transfer(Protocol):
+    """Bytes under way."""
+
+    def is_over(self) -> bool: ...
+    def wait(self, timeout_s: float = 60.0) -> None:
+        """Blocks until the last byte has landed; raises `Timeout`."""
+
+
+def linear(table: Table) -> tuple[Ints, Ints, Ints, Ints]:
+    """Strided copies as linear ones: (device offset, piece, host offset, length) of each row."""
+    rows = table.rows
+    which = np.repeat(np.arange(len(table)), rows)
+    row = np.arange(len(which)) - np.repeat(np.cumsum(rows) - rows, rows)
+    device = table.device[which] + row * table.device_pitch[which]
+    return device, table.piece[which], table.host[which] + row * table.host_pitch[which], table.width[which]
+
+
+class GpuMover:
+    """Copies between a cache in a GPU's memory and pinned pieces of host memory."""
+
+    def __init__(self, device: Device, cache: int, pieces: Sequence[int], *, entries_per_call: int = 512) -> None:
+        """`cache`: the address at which the layout begins; `pieces`: the address of each piece of host memory."""
+        if entries_per_call < 1:
+            raise ValueError(f"entries_per_call must be at least 1, not {entries_per_call}")
+        device.enter()
+        self._device, self._driver = device, device.driver
+        self._cache, self._pieces = cache, np.array(pieces, np.int64)
+        self._entries = min(entries_per_call, device.caps.most_batched or entries_per_call)
+        self._streams = {direction: self._driver.stream_create() for direction in Direction}
+        self._closed = False
+
+    def submit(
+        self,
+        direction: Direction | str,
+        table: Table,
+        path: Path | str = Path.DMA_2D,
+        *,
+        after: Sequence[int] = (),
+        entries_per_call: int | None = None,
+    ) -> GpuTransfer:
+        """Starts a transfer; returns before it has landed.
+
+        Args:
+            after: streams whose work so far must be done first.
+
+        Raises:
+            ValueError: an unknown path, or the mover is closed.
+            NotSupported: the driver has no batched copies.
+        """
+        direction, path = Direction(direction), Path(path)
+        if self._closed:
+            raise ValueError("the mover is closed")
+        self._device.enter()
+        stream = self._streams[direction]
+        for other in after:
+            event = self._device.take_event()
+            self._driver.event_record(event, other)
+            self._driver.stream_wait_event(stream, event)
+            self._device.give_event(event)
+        held: list[Any] = []
+        match path:
+            case Path.KERNEL:
+                held = self._gathered(direction, table, stream)
+            case Path.DMA_2D:
+                self._strided(direction, table, stream)
+            case Path.DMA_BATCH:
+                self._batched(direction, table, stream, entries_per_call or self._entries)
+            case Path.DMA_LOOP:
+                self._looped(direction, table, stream)
+            case Path.CPU:
+                raise ValueError("a cache in a GPU's memory can't be reached by the path cpu")
+        return GpuTransfer(self._device, stream, direction, path, table.size_bytes, held)
+
+    def _sides(self, direction: Direction, device: Ints, piece: Ints, host: Ints) -> tuple[Ints, Ints]:
+        """(destination, source) addresses."""
+        there, here = self._cache + device, self._pieces[piece] + host
+        return (there, here) if direction is Direction.FETCH else (here, there)
+
+    def _strided(self, direction: Direction, table: Table, stream: int) -> None:
+        dst, src = self._sides(direction, table.device, table.piece, table.host)
+        pitches = (table.device_pitch, table.host_pitch)
+        to, of = pitches if direction is Direction.FETCH else pitches[::-1]
+        copy = self._driver.copy_rows
+        columns = [column.tolist() for column in (dst, to, src, of, table.width, table.rows)]
+        for d, d_pitch, s, s_pitch, width, rows in zip(*columns, strict=True):
+            copy(d, d_pitch, s, s_pitch, width, rows, stream)
+
+    def _batched(self, direction: Direction, table: Table, stream: int, entries: int) -> None:
+        device, piece, host, length = linear(table)
+        dst, src = (side.astype(np.uint64) for side in self._sides(direction, device, piece, host))
+        size = length.astype(np.uint64)
+        order = SourceOrder.ANY if direction is Direction.FETCH else SourceOrder.STREAM
+        for k in range(0, len(size), entries):
+            part = slice(k, k + entries)
+            self._driver.copy_batch(dst[part], src[part], size[part], order, stream)
+
+    def _gathered(self, direction: Direction, table: Table, stream: int) -> list[Any]:
+        from dovetail.kv import gather
+
+        device, piece, host, length = linear(table)
+        dst, src = self._sides(direction, device, piece, host)
+        return gather.launch(dst, src, length, stream, self._device.index)
+
+    def _looped(self, direction: Direction, table: Table, stream: int) -> None:
+        device, piece, host, length = linear(table)
+        dst, src = self._sides(direction, device, piece, host)
+        copy = self._driver.copy
+        for d, s, n in zip(dst.tolist(), src.tolist(), length.tolist(), strict=True):
+            copy(d, s, n, stream)
+
+    def close(self) -> None:
+        """Waits for what is under way and gives the streams back. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._device.enter()
+        for stream in self._streams.values():
+            self._driver.stream_synchronize(stream)
+            self._driver.stream_destroy(stream)
+
+    def __enter__(self) -> GpuMover:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class GpuTransfer:
+    """Copies in a stream."""
+
+    def __init__(
+        self, device: Device, stream: int, direction: Direction, path: Path, size_bytes: int, held: list[Any]
+    ) -> None:
+        """`held`: what must stay alive until the last byte has landed."""
+        self._held = held
+        self.direction, self.path, self.size_bytes = direction, path, size_bytes
+        self._device, self._end = device, device.take_event()
+        device.driver.event_record(self._end, stream)
+        self._over = False
+
+    def is_over(self) -> bool:
+        """True once the last byte has landed."""
+        if not self._over and self._device.driver.event_done(self._end):
+            self._over, self._held = True, []
+            self._device.give_event(self._end)
+        return self._over
+
+    def join(self, stream: int) -> None:
+        """What `stream` is given from now on comes after the last byte."""
+        if not self._over:
+            self._device.driver.stream_wait_event(stream, self._end)
+
+    def wait(self, timeout_s: float = 60.0) -> None:
+        """Blocks until the last byte has landed."""
+        deadline = time.monotonic() + timeout_s
+        while not self.is_over():
+            if time.monotonic() > deadline:
+                what = f"the {self.direction} of {self.size_bytes} bytes by {self.path}"
+                raise Timeout(f"{what} was not over after {timeout_s:g} s; it goes on")
+            time.sleep(_PAUSE_S)
+
+
+class CpuMover:
+    """Copies between a cache in host memory and pieces of host memory, on the calling thread."""
+
+    def __init__(self, cache: Any, pieces: Sequence[Any]) -> None:
+        """Flat arrays of bytes."""
+        self._cache, self._pieces = cache, list(pieces)
+
+    def submit(
+        self, direction: Direction | str, table: Table, path: Path | str = Path.CPU, *, after: Sequence[int] = ()
+    ) -> CpuTransfer:
+        """Moves everything before it returns. There are no streams to be `after`."""
+        if after:
+            raise ValueError("a cache in host memory has no streams: wait for its writers before you call")
+        if Path(path) is not Path.CPU:
+            raise ValueError(f"a cache in host memory is moved by the path {Path.CPU}, not {path}")
+        fetch = Direction(direction) is Direction.FETCH
+        columns = (
+            table.device, table.piece, table.host, table.width, table.rows, table.device_pitch, table.host_pitch,
+        )  # fmt: skip
+        for device, piece, host, width, rows, pitch, host_pitch in zip(*(c.tolist() for c in columns), strict=True):
+            there = _strides(self._cache, device, width, rows, pitch)
+            here = _strides(self._pieces[piece], host, width, rows, host_pitch)
+            if fetch:
+                there[...] = here
+            else:
+                here[...] = there
+        return CpuTransfer()
+
+
+def _strides(memory: Any, offset: int, width: int, rows: int, pitch: int) -> Any:
+    """Rows of a flat array of bytes, checked against its end."""
+    last = offset + (rows - 1) * pitch + width
+    if offset < 0 or last > len(memory):
+        raise ValueError(f"bytes {offset} to {last} are outside a memory of {len(memory)} bytes")
+    return np.lib.stride_tricks.as_strided(memory[offset:], (rows, width), (pitch, 1))
+
+
+class CpuTransfer:
+    """Over when it is made."""
+
+    def is_over(self) -> bool:
+        """Always."""
+        return True
+
+    def wait(self, timeout_s: float = 60.0) -> None:
+        """Returns at once."""

@@ -1,0 +1,213 @@
+"""Prefixes of prompts, kept in host memory and brought back: the pool, the planner and a mover in one object.
+
+Owns the life of a transfer: slots are held while bytes are under way, a prefix can be fetched once all of it has
+landed, and nothing is reused early, also when the caller drops what it was given.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+
+from dovetail.hw.gpu.device import Device
+from dovetail.kv.handles import Fetch, Store
+from dovetail.kv.index import block_hashes
+from dovetail.kv.layout import Layout
+from dovetail.kv.memory import PIECE_BYTES, DriverPinner, HostMemory
+from dovetail.kv.models import BLOCK_TOKENS
+from dovetail.kv.mover import CpuMover, GpuMover, Path, Transfer
+from dovetail.kv.planner import Direction, Pieces, Table, table
+from dovetail.kv.policy import Policy
+from dovetail.kv.pool import Pool, Stats
+
+_NOBODY = b"everybody"  # the salt where there is one tenant only
+
+
+class Mover(Protocol):
+    """Who moves bytes between the cache and the pool."""
+
+    def submit(
+        self, direction: Direction | str, table: Table, path: Path | str = ..., *, after: Sequence[int] = ()
+    ) -> Transfer: ...
+
+
+class Move:
+    """A store or a fetch under way. It ends by itself when somebody asks; `wait` asks until then."""
+
+    def __init__(self, transfer: Transfer, num_tokens: int, size_bytes: int, end: Callable[[], None]) -> None:
+        self.num_tokens, self.size_bytes = num_tokens, size_bytes  #: what is moved
+        self.transfer = transfer
+        self._end: Callable[[], None] | None = end
+
+    def is_over(self) -> bool:
+        """True once all bytes have landed; a stored prefix can be fetched from then on."""
+        if self._end is not None and self.transfer.is_over():
+            end, self._end = self._end, None
+            end()
+        return self._end is None
+
+    def wait(self, timeout_s: float = 60.0) -> None:
+        """Blocks until then; raises `Timeout`."""
+        self.transfer.wait(timeout_s)
+        self.is_over()
+
+
+class Prefixes:
+    """Blocks of prompts, by their tokens. `with Prefixes.on_gpu(...) as kept:`, or `close()`."""
+
+    def __init__(
+        self, layout: Layout, pool: Pool, mover: Mover, path: Path | str, *, block_tokens: int = BLOCK_TOKENS
+    ) -> None:
+        memory = pool.memory
+        self.layout, self.pool, self.block_tokens = layout, pool, block_tokens
+        self._mover, self._path = mover, Path(path)
+        self._pieces = Pieces(
+            num_slots=memory.num_slots, slot_bytes=memory.slot_bytes, slots_per_piece=memory.slots_per_piece
+        )
+        self._moves: list[Move] = []
+
+    @classmethod
+    def on_gpu(
+        cls,
+        device: Device,
+        layout: Layout,
+        cache: int,
+        *,
+        pool_bytes: int,
+        piece_bytes: int = PIECE_BYTES,
+        policy: Policy | None = None,
+        path: Path | str = Path.DMA_2D,
+    ) -> Prefixes:
+        """For a cache in a GPU's memory that begins at the address `cache`; the pool is pinned."""
+        pinner = DriverPinner(device.driver, device.enter)
+        memory = _memory(layout, pool_bytes, piece_bytes, pinner)
+        try:
+            mover = GpuMover(device, cache, [piece.base for piece in memory.pieces])
+        except BaseException:
+            memory.close()
+            raise
+        return cls(layout, Pool(memory, policy=policy), mover, path)
+
+    @classmethod
+    def on_cpu(
+        cls,
+        layout: Layout,
+        cache: Any,
+        *,
+        pool_bytes: int,
+        piece_bytes: int = PIECE_BYTES,
+        policy: Policy | None = None,
+    ) -> Prefixes:
+        """For a cache in host memory: a flat NumPy array of bytes."""
+        memory = _memory(layout, pool_bytes, piece_bytes, None)
+        return cls(layout, Pool(memory, policy=policy), CpuMover(cache, _flat(memory)), Path.CPU)
+
+    def lookup(self, token_ids: Sequence[int], *, salt: bytes = _NOBODY) -> int:
+        """How many leading tokens of a prompt could be fetched now."""
+        return self.pool.lookup(self._keys(token_ids, salt)) * self.block_tokens
+
+    def store(
+        self, token_ids: Sequence[int], blocks: Sequence[int], *, salt: bytes = _NOBODY, after: Sequence[int] = ()
+    ) -> Move:
+        """Keeps the full blocks of a prompt that are not kept yet; `blocks` are the cache's, in the prompt's order.
+
+        Args:
+            after: streams that still write the cache: the copies begin behind their work so far.
+
+        Raises:
+            ValueError: fewer blocks than the prompt fills, or a bad id; nothing has changed.
+            PoolFull: there is no room; nothing has changed.
+        """
+        keys = self._keys(token_ids, salt)
+        mine = _blocks(blocks, len(keys))
+        self._settle()
+        begun = self.pool.begin_store(keys)
+        try:
+            return self._begin(Direction.STORE, mine[begun.indices], begun, begun.commit, after)
+        except BaseException:
+            begun.abort()
+            raise
+
+    def fetch(
+        self, token_ids: Sequence[int], blocks: Sequence[int], *, salt: bytes = _NOBODY, after: Sequence[int] = ()
+    ) -> Move:
+        """Brings the leading blocks of a prompt that are kept into `blocks` of the cache; `num_tokens` says how far.
+
+        Args:
+            after: streams that still read or write those blocks: the copies begin behind their work so far.
+        """
+        keys = self._keys(token_ids, salt)
+        mine = _blocks(blocks, len(keys))
+        self._settle()
+        begun = self.pool.begin_fetch(keys, partial=True)
+        try:
+            return self._begin(Direction.FETCH, mine[: len(begun)], begun, begun.release, after)
+        except BaseException:
+            begun.release()
+            raise
+
+    def _begin(
+        self, direction: Direction, blocks: Any, begun: Store | Fetch, end: Callable[[], None], after: Sequence[int]
+    ) -> Move:
+        copies = table(direction, self.layout, blocks, begun.slots, self._pieces)
+        transfer = self._mover.submit(direction, copies, self._path, after=after)
+        begun.guard(transfer.is_over)
+        move = Move(transfer, len(blocks) * self.block_tokens, copies.size_bytes, end)
+        self._moves.append(move)
+        return move
+
+    def _keys(self, token_ids: Sequence[int], salt: bytes) -> list[bytes]:
+        return block_hashes(token_ids, self.block_tokens, salt=salt)
+
+    def _settle(self) -> None:
+        """Ends what has landed, whether or not its caller asks."""
+        self._moves = [move for move in self._moves if not move.is_over()]
+
+    def stats(self) -> Stats:
+        """Of the pool."""
+        self._settle()
+        return self.pool.stats()
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Waits for what is under way and gives the memory back. Safe to call twice."""
+        for move in self._moves:
+            move.wait(timeout_s)
+        self._moves = []
+        if isinstance(self._mover, GpuMover):
+            self._mover.close()
+        self.pool.close()
+
+    def __enter__(self) -> Prefixes:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _memory(layout: Layout, pool_bytes: int, piece_bytes: int, pinner: DriverPinner | None) -> HostMemory:
+    slots = pool_bytes // layout.slot_bytes
+    if slots < 1:
+        raise ValueError(f"a pool of {pool_bytes} bytes holds no block: one has {layout.slot_bytes} bytes")
+    return HostMemory(slots, layout.slot_bytes, piece_bytes=piece_bytes, pinner=pinner)
+
+
+def _flat(memory: HostMemory) -> list[Any]:
+    """Each piece as one array of bytes."""
+    return [
+        np.ctypeslib.as_array((ctypes.c_uint8 * piece.size_bytes).from_address(piece.base)) for piece in memory.pieces
+    ]
+
+
+def _blocks(blocks: Sequence[int], needed: int) -> Any:
+    found = np.asarray(blocks, np.int64).reshape(-1)
+    if len(found) < needed:
+        raise ValueError(f"the prompt fills {needed} blocks, only {len(found)} are named")
+    if len(np.unique(found[:needed])) < needed:
+        raise ValueError("a prompt has each block of the cache once; one is named twice")
+    return found[:needed]

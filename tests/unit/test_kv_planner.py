@@ -1,0 +1,240 @@
+"""Layouts and the plan of a fetch or a store: the same bytes as naive copies, few copies, nothing named twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from dovetail.kv.layout import Group, Layout, block_outermost, layer_outermost, of_tensors
+from dovetail.kv.planner import Direction, Pieces, Table, plan, table
+from dovetail.plan import Op, Plan, passes
+from dovetail.plan.check import check
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def random_bytes(rng: np.random.Generator, size: int) -> Bytes:
+    return rng.integers(0, 256, size, dtype=np.uint8)
+
+
+def naive(direction: Direction, layout: Layout, blocks: list[int], slots: list[int], cache: Bytes, pool: Bytes) -> None:
+    """Row by row, as the definition of a layout says."""
+    for block, slot in zip(blocks, slots, strict=True):
+        at = slot * layout.slot_bytes
+        for group in layout.groups:
+            for base, stride in zip(group.bases.tolist(), group.strides.tolist(), strict=True):
+                on_device = slice(base + block * stride, base + block * stride + group.row_bytes)
+                on_host = slice(at, at + group.row_bytes)
+                if direction is Direction.FETCH:
+                    cache[on_device] = pool[on_host]
+                else:
+                    pool[on_host] = cache[on_device]
+                at += group.row_bytes
+
+
+def run(made: Plan, cache: Bytes, pool: Bytes, pieces: Pieces) -> None:
+    """The plan's rows, one after the other; a copy may not leave its piece."""
+    memory = [cache]
+    for n in range(pieces.count):
+        begin = n * pieces.slots_per_piece * pieces.slot_bytes
+        memory.append(pool[begin : begin + pieces.size_bytes(n)])
+    for row in made.queues[0].steps:
+        if row["op"] not in (Op.COPY, Op.COPY2D):
+            continue
+        src, dst = memory[row["src_buffer"]], memory[row["dst_buffer"]]
+        for k in range(int(row["rows"])):
+            a = int(row["src_offset"] + k * row["src_pitch"])
+            b = int(row["dst_offset"] + k * row["dst_pitch"])
+            n = int(row["length"])
+            assert a + n <= len(src)
+            assert b + n <= len(dst)
+            dst[b : b + n] = src[a : a + n]
+
+
+@some.composite
+def layouts(draw: some.DrawFn) -> Layout:
+    num_blocks = draw(some.integers(1, 12))
+    kind = draw(some.sampled_from(["layer", "block", "gaps", "irregular", "groups"]))
+    layers, row, split = draw(some.integers(1, 5)), draw(some.integers(1, 9)), draw(some.booleans())
+    sizes = {"num_layers": layers, "row_bytes": row, "num_blocks": num_blocks, "split": split}
+    if kind == "layer":
+        return layer_outermost(kind, **sizes)
+    if kind == "gaps":
+        return layer_outermost(kind, **sizes, gap_bytes=draw(some.integers(1, 7)))
+    if kind == "block":
+        return block_outermost(kind, **sizes)
+    groups, at = [], 0
+    for n in range(draw(some.integers(2, 3)) if kind == "groups" else 1):
+        width = draw(some.integers(1, 6))
+        bases = []
+        for _ in range(draw(some.integers(1, 6))):  # allocations at any distance, in any order
+            at += draw(some.integers(0, 3))
+            bases.append(at)
+            at += num_blocks * width
+        groups.append(Group(f"g{n}", width, draw(some.permutations(bases)), width, num_blocks))
+    return Layout(kind, tuple(groups))
+
+
+@settings(max_examples=150, deadline=None)
+@given(layout=layouts(), data=some.data(), direction=some.sampled_from(Direction), seed=some.integers(0, 1 << 30))
+def test_a_plan_moves_what_naive_copies_move(
+    layout: Layout, data: some.DataObject, direction: Direction, seed: int
+) -> None:
+    pieces = Pieces(
+        num_slots=data.draw(some.integers(1, 12)),
+        slot_bytes=layout.slot_bytes,
+        slots_per_piece=data.draw(some.integers(1, 12)),
+    )
+    most = min(layout.num_blocks, pieces.num_slots)
+    count = data.draw(some.integers(0, most))
+    pick = some.booleans()
+    blocks = list(range(count)) if data.draw(pick) else data.draw(some.permutations(range(layout.num_blocks)))[:count]
+    slots = list(range(count)) if data.draw(pick) else data.draw(some.permutations(range(pieces.num_slots)))[:count]
+    made = plan(direction, layout, blocks, slots, pieces)
+    rng = np.random.default_rng(seed)
+    cache, pool = random_bytes(rng, layout.size_bytes), random_bytes(rng, pieces.num_slots * pieces.slot_bytes)
+    wanted_cache, wanted_pool = cache.copy(), pool.copy()
+    naive(direction, layout, blocks, slots, wanted_cache, wanted_pool)
+    run(made, cache, pool, pieces)
+    assert (cache == wanted_cache).all()
+    assert (pool == wanted_pool).all()
+    assert table(direction, layout, blocks, slots, pieces).size_bytes == count * layout.slot_bytes
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("make", [layer_outermost, block_outermost])
+def test_the_checker_proves_such_a_plan(direction: Direction, make: Any) -> None:
+    layout = make("x", num_layers=3, row_bytes=64, num_blocks=16, split=True)
+    pieces = Pieces(num_slots=16, slot_bytes=layout.slot_bytes, slots_per_piece=5)
+    check(passes.entry(plan(direction, layout, [3, 4, 5, 9, 0], [7, 8, 9, 10, 2], pieces)))
+
+
+def copies(layout: Layout, blocks: Any, slots: Any, slots_per_piece: int = 1000) -> Table:
+    pieces = Pieces(num_slots=1000, slot_bytes=layout.slot_bytes, slots_per_piece=slots_per_piece)
+    return table("fetch", layout, blocks, slots, pieces)
+
+
+def test_layers_at_one_pitch_are_one_copy_for_each_block() -> None:
+    layout = layer_outermost("x", num_layers=80, row_bytes=16384, num_blocks=500)
+    found = copies(layout, [7, 3, 400], [1, 5, 9])
+    assert len(found) == 3
+    assert set(found.rows.tolist()) == {80}
+    assert set(found.device_pitch.tolist()) == {500 * 16384}
+    assert set(found.host_pitch.tolist()) == {16384}
+
+
+def test_a_layer_stride_above_two_gib_is_one_copy_too() -> None:
+    layout = layer_outermost("x", num_layers=32, row_bytes=65536, num_blocks=50_000)
+    assert layout.groups[0].runs[0].pitch > 1 << 31
+    assert len(copies(layout, [49_999], [0])) == 1
+
+
+def test_a_block_that_is_contiguous_on_both_sides_is_one_plain_copy_and_runs_of_them_merge() -> None:
+    layout = block_outermost("x", num_layers=80, row_bytes=8192, num_blocks=500)
+    found = copies(layout, [10, 11, 12, 40], [0, 1, 2, 3])
+    assert found.rows.tolist() == [1, 1]
+    assert sorted(found.width.tolist()) == [layout.slot_bytes, 3 * layout.slot_bytes]
+    cut = copies(layout, [10, 11, 12], [0, 1, 2], slots_per_piece=2)  # never across two registrations
+    assert sorted(cut.width.tolist()) == [layout.slot_bytes, 2 * layout.slot_bytes]
+
+
+def test_long_stretches_go_down_the_blocks_and_short_ones_down_the_layers() -> None:
+    layout = layer_outermost("x", num_layers=4, row_bytes=512, num_blocks=500)
+    assert len(copies(layout, range(100), range(100))) == 4  # a copy for each layer
+    assert len(copies(layout, range(3), range(3))) == 3  # a copy for each block
+
+
+def test_only_rows_that_are_equally_spaced_are_folded() -> None:
+    group = Group("x", 100, [0, 1000, 2000, 3500, 4500, 9000], 100, 10)
+    assert [(r.first, r.count, r.pitch) for r in group.runs] == [(0, 3, 1000), (3, 2, 1000), (5, 1, 100)]
+    assert len(copies(Layout("x", (group,)), [2], [0])) == 3
+
+
+def test_rows_that_descend_are_never_folded() -> None:
+    group = Group("x", 100, [2000, 1000, 0], 100, 10)
+    assert [r.count for r in group.runs] == [1, 2] or [r.count for r in group.runs] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "slots", "message"),
+    [
+        ([1, 2], [1], "blocks and slots must be pairs, not 2 and 1"),
+        ([10], [0], r"blocks: 10 is out of range; there are 0\.\.9"),
+        ([-1], [0], "blocks: -1 is out of range"),
+        ([0], [8], r"slots: 8 is out of range; there are 0\.\.7"),
+        ([0.5], [0], "blocks must be whole numbers, not float64"),
+        ([4, 4], [0, 1], "fetch: block 4 is named twice"),
+    ],
+)
+def test_bad_ids_are_refused_before_anything_moves(blocks: Any, slots: Any, message: str) -> None:
+    layout = layer_outermost("x", num_layers=2, row_bytes=64, num_blocks=10)
+    pieces = Pieces(num_slots=8, slot_bytes=layout.slot_bytes, slots_per_piece=4)
+    with pytest.raises(ValueError, match=message):
+        plan("fetch", layout, blocks, slots, pieces)
+
+
+def test_one_slot_may_be_read_twice_but_not_written_twice() -> None:
+    layout = layer_outermost("x", num_layers=2, row_bytes=64, num_blocks=10)
+    pieces = Pieces(num_slots=8, slot_bytes=layout.slot_bytes, slots_per_piece=4)
+    assert table("fetch", layout, [1, 2], [3, 3], pieces).size_bytes == 2 * layout.slot_bytes
+    with pytest.raises(ValueError, match="store: slot 3 is named twice"):
+        plan("store", layout, [1, 2], [3, 3], pieces)
+
+
+def test_a_pool_of_other_slots_is_refused() -> None:
+    layout = layer_outermost("x", num_layers=2, row_bytes=64, num_blocks=10)
+    with pytest.raises(ValueError, match="a slot of the pool has 100 bytes, a block of layout x 128"):
+        plan("fetch", layout, [0], [0], Pieces(num_slots=4, slot_bytes=100, slots_per_piece=4))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((8, [0, 4], 8, 3), "rows 0 and 1 share bytes"),
+        ((8, [0, 8], 16, 3), None),  # interleaved, as K and V packed by block
+        ((8, [0, 24], 8, 3), None),
+        ((8, [0], 4, 3), "blocks at least 8 bytes apart"),
+        ((0, [0], 8, 3), "row_bytes and num_blocks of at least 1"),
+        ((8, [], 8, 3), "needs rows"),
+        ((8, [-8], 8, 3), "bases must not be negative"),
+    ],
+)
+def test_rows_that_alias_are_refused(arguments: tuple[Any, ...], message: str | None) -> None:
+    if message is None:
+        Group("x", *arguments)
+        return
+    with pytest.raises(ValueError, match=message):
+        Group("x", *arguments)
+
+
+def test_groups_must_fit_together() -> None:
+    a, b = Group("a", 8, [0], 8, 3), Group("b", 8, [100], 8, 4)
+    with pytest.raises(ValueError, match="the same number of blocks, found a 3, b 4"):
+        Layout("x", (a, b))
+    with pytest.raises(ValueError, match="at least one group"):
+        Layout("x", ())
+    with pytest.raises(ValueError, match="an entry for each row"):
+        Layout("x", (a,), ((0, 1),))
+
+
+def test_the_layout_of_tensors_that_exist() -> None:
+    torch = pytest.importorskip("torch")
+    whole = torch.zeros(3, 2, 10, 4, 8)  # layer, K and V, block, tokens, width
+    layout, base = of_tensors("x", [[whole[n, 0], whole[n, 1]] for n in range(3)])
+    assert base == whole.data_ptr()
+    assert layout.groups[0].row_bytes == 4 * 8 * 4
+    assert [(r.count, r.pitch) for r in layout.groups[0].runs] == [(6, 10 * 4 * 8 * 4)]
+    packed = torch.zeros(10, 3, 2, 4, 8)
+    layout, _ = of_tensors("x", [[packed[:, n]] for n in range(3)])
+    assert [(r.count, r.pitch, r.stride) for r in layout.groups[0].runs] == [(3, 256, 768)]
+    with pytest.raises(ValueError, match="is not contiguous"):
+        of_tensors("x", [[whole[0, 0].transpose(1, 2)]])
+    with pytest.raises(ValueError, match="the same number of blocks"):
+        of_tensors("x", [[whole[0, 0]], [whole[1, 0][:5]]])
+    mixed, _ = of_tensors("x", [[whole[0, 0]], [torch.zeros(10, 3, 8)]])
+    assert [g.row_bytes for g in mixed.groups] == [128, 96]
+    assert mixed.layers == ((0,), (1,))

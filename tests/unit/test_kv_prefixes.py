@@ -1,0 +1,160 @@
+"""Prefixes on host memory and on a stand-in driver: what is fetched is what was stored, for whoever stored it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.standin import build
+
+from dovetail.errors import HardwareError
+from dovetail.hw.gpu.cuda import CudaDriver
+from dovetail.hw.gpu.device import Device
+from dovetail.kv.handles import PoolFull
+from dovetail.kv.layout import layer_outermost
+from dovetail.kv.mover import Path
+from dovetail.kv.prefixes import Prefixes
+
+LAYOUT = layer_outermost("x", num_layers=4, row_bytes=64, num_blocks=32, split=True)
+SLOT = LAYOUT.slot_bytes
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[Device]:
+    with Device("cuda", driver=CudaDriver(build("cuda"))) as gpu:
+        yield gpu
+
+
+class Rig:
+    """A cache, and the prefixes kept beside it."""
+
+    def __init__(self, kind: str, device: Device, pool_slots: int = 24) -> None:
+        if kind == "cpu":
+            self.cache: Any = np.zeros(LAYOUT.size_bytes, np.uint8)
+            self.kept = Prefixes.on_cpu(LAYOUT, self.cache, pool_bytes=pool_slots * SLOT, piece_bytes=5 * SLOT)
+        else:
+            address = device.driver.device_alloc(LAYOUT.size_bytes)
+            self.cache = np.ctypeslib.as_array((ctypes.c_uint8 * LAYOUT.size_bytes).from_address(address))
+            self.kept = Prefixes.on_gpu(
+                device, LAYOUT, address, pool_bytes=pool_slots * SLOT, piece_bytes=5 * SLOT, path=Path(kind)
+            )
+
+    def rows(self, block: int) -> Any:
+        group = LAYOUT.groups[0]
+        at = group.bases + block * group.strides
+        return np.stack([self.cache[a : a + group.row_bytes] for a in at.tolist()])
+
+    def write(self, block: int, rng: np.random.Generator) -> Any:
+        group = LAYOUT.groups[0]
+        for a in (group.bases + block * group.strides).tolist():
+            self.cache[a : a + group.row_bytes] = rng.integers(0, 256, group.row_bytes, dtype=np.uint8)
+        return self.rows(block)
+
+
+KINDS = ["cpu", "dma-2d", "dma-batch", "dma-loop"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_stored_comes_back_elsewhere(kind: str, device: Device) -> None:
+    rig = Rig(kind, device)
+    rng = np.random.default_rng(5)
+    with rig.kept as kept:
+        prompt = rng.integers(0, 1000, 16 * 5 + 3).tolist()  # the last 3 tokens fill no block
+        wanted = [rig.write(block, rng) for block in (3, 9, 10, 11, 30)]
+        assert kept.lookup(prompt) == 0
+        move = kept.store(prompt, [3, 9, 10, 11, 30])
+        move.wait()
+        assert (move.num_tokens, move.size_bytes) == (80, 5 * SLOT)
+        assert kept.lookup(prompt) == 80
+        rig.cache[:] = 0xA5
+        back = kept.fetch(prompt, [0, 1, 7, 8, 20])
+        back.wait()
+        assert back.num_tokens == 80
+        for block, rows in zip((0, 1, 7, 8, 20), wanted, strict=True):
+            assert (rig.rows(block) == rows).all()
+        untouched = set(range(32)) - {0, 1, 7, 8, 20}
+        assert all((rig.rows(block) == 0xA5).all() for block in untouched)
+        assert kept.stats().ready == 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_what_is_new_is_stored_and_only_what_is_there_is_fetched(kind: str, device: Device) -> None:
+    rig = Rig(kind, device)
+    rng = np.random.default_rng(6)
+    with rig.kept as kept:
+        first = rng.integers(0, 1000, 32).tolist()
+        kept.store(first, [0, 1]).wait()
+        longer = [*first, *rng.integers(0, 1000, 32).tolist()]
+        move = kept.store(longer, [0, 1, 2, 3])
+        move.wait()
+        assert move.size_bytes == 2 * SLOT
+        other = [*first, *rng.integers(0, 1000, 32).tolist()]
+        back = kept.fetch(other, [10, 11, 12, 13])
+        back.wait()
+        assert back.num_tokens == 32
+        assert kept.fetch(rng.integers(0, 1000, 32).tolist(), [10, 11]).num_tokens == 0
+        assert kept.lookup(longer, salt=b"another tenant") == 0
+
+
+def test_a_full_pool_changes_nothing_and_evicts_what_nobody_uses(device: Device) -> None:
+    rig = Rig("dma-2d", device, pool_slots=4)
+    rng = np.random.default_rng(7)
+    with rig.kept as kept:
+        prompts = [rng.integers(0, 1000, 64).tolist() for _ in range(2)]
+        kept.store(prompts[0], [0, 1, 2, 3]).wait()
+        with pytest.raises(PoolFull):
+            kept.store(rng.integers(0, 1000, 80).tolist(), [0, 1, 2, 3, 4])
+        assert kept.lookup(prompts[0]) == 64
+        kept.store(prompts[1], [4, 5, 6, 7]).wait()
+        assert (kept.lookup(prompts[0]), kept.lookup(prompts[1])) == (0, 64)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "dma-2d"])
+def test_bad_blocks_are_refused_and_leave_nothing_behind(kind: str, device: Device) -> None:
+    rig = Rig(kind, device)
+    with rig.kept as kept:
+        prompt = list(range(48))
+        for blocks, message in (([0, 1], "fills 3 blocks, only 2"), ([0, 1, 1], "twice"), ([0, 1, 99], "99 is out of")):
+            with pytest.raises(ValueError, match=message):
+                kept.store(prompt, blocks)
+        assert kept.stats().free == 24
+        kept.store(prompt, [0, 1, 2]).wait()
+        with pytest.raises(ValueError, match="99 is out of range"):
+            kept.fetch(prompt, [0, 1, 99])
+        kept.store(list(range(100, 100 + 24 * 16)), range(24)).wait()  # the failed fetch holds nothing: all is evicted
+
+
+def test_a_prefix_that_is_being_stored_is_not_served(device: Device) -> None:
+    rig = Rig("dma-2d", device)
+    prompt = list(range(16))
+    move = rig.kept.store(prompt, [0])
+    keys = rig.kept._keys(prompt, b"everybody")
+    assert rig.kept.pool.lookup(keys) == 0  # whatever the engine did: nobody has said that it landed
+    move.wait()
+    assert rig.kept.pool.lookup(keys) == 1
+    rig.kept.close()
+    rig.kept.close()
+
+
+def test_a_pool_without_room_for_a_block() -> None:
+    with pytest.raises(ValueError, match="a pool of 10 bytes holds no block"):
+        Prefixes.on_cpu(LAYOUT, np.zeros(LAYOUT.size_bytes, np.uint8), pool_bytes=10)
+
+
+def test_a_failed_pin_leaves_nothing_behind(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def refuse(address: int, size_bytes: int) -> None:
+        calls.append(address)
+        if len(calls) == 3:
+            raise HardwareError("out of memory")
+        register(address, size_bytes)
+
+    register = device.driver.host_register
+    monkeypatch.setattr(device.driver, "host_register", refuse)
+    with pytest.raises(HardwareError, match="out of memory"):
+        Prefixes.on_gpu(device, LAYOUT, 0, pool_bytes=24 * SLOT, piece_bytes=5 * SLOT)
+    assert len(calls) == 3
