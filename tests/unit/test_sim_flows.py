@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from dovetail.sim.flows import Flows
+from dovetail.sim.net.fair import fair_rates
 
 Load = tuple[list[float], list[tuple[float, float, tuple[tuple[int, float], ...]]]]
 CAPACITIES = some.lists(some.floats(0.5, 50), min_size=1, max_size=5)
@@ -69,6 +72,22 @@ def test_every_flow_ends_and_no_byte_is_lost(load: Load) -> None:
     for n, (size, cap, _) in enumerate(flows):
         assert size * (1 - 1e-6) <= moved[n] <= size + cap * len(flows) + 1  # rounded up to whole nanoseconds
     assert now >= max(math.floor(size / cap) for size, cap, _ in flows)
+
+
+@settings(max_examples=60)
+@given(loads())
+def test_rates_are_those_of_the_networks_solver(load: Load) -> None:
+    """Two solvers of one law: here a flow has a cap and weights, there it is a link of its own and repeated hops."""
+    capacity, flows = load
+    shared = started(capacity, flows)
+    shared.share()
+    hops = [[len(capacity) + n] for n in range(len(flows))]
+    for path, (_, _, uses) in zip(hops, flows, strict=True):
+        path += [r for r, w in uses for _ in range(int(2 * w))]
+    links = np.array([*(2 * c for c in capacity), *(cap for _, cap, _ in flows)])  # hops count half a weight each
+    count = np.array([len(h) for h in hops])
+    found = fair_rates(links, np.ones(len(flows)), count, np.concatenate([np.array(h) for h in hops]))
+    assert found.tolist() == pytest.approx([shared._rate[n] for n in range(len(flows))], rel=1e-6)
 
 
 def test_a_flow_held_up_elsewhere_leaves_its_share_to_others() -> None:

@@ -12,7 +12,7 @@ from bisect import bisect_left, insort
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from dovetail.errors import PlanError
 from dovetail.plan import step as st
@@ -80,9 +80,9 @@ class Program:
         c = self._columns
         ops = c["op"][first : first + length]
         body = length
-        while body and ops[body - 1] == Op.WAIT:
+        while body and ops[body - 1] in _SILENT:
             body -= 1
-        if all(op == Op.WAIT for op in ops[:body]):
+        if all(op in _SILENT for op in ops[:body]):
             body = 0
         actions: list[Action] = []
         pending = _Pending(self.plan) if sum(op in _MOVES for op in ops) > 1 else None
@@ -94,7 +94,7 @@ class Program:
                 commands += 1
             elif op in _WORDS:
                 actions.append((_WORDS[op], (c["signal"][at], c["value"][at])))
-        waits = [(c["signal"][first + n], c["value"][first + n]) for n in range(body, length)]
+        waits = [(c["signal"][first + n], c["value"][first + n]) for n in range(body, length) if ops[n] == Op.WAIT]
         own = [self.plan.signals[signal].kind is SignalKind.GATE for signal, _ in waits]  # the host opened it itself
         waits = [word for word, opened in zip(waits, own, strict=True) if not opened]
         return Ring(rank, engine, name, actions, waits, commands)
@@ -119,7 +119,8 @@ class Program:
             pairs = tuple((src, w) for w in writes if w != src)
             size *= c["rows"][at] if op is Op.COPY2D else 1
         drains = pending is not None and pending.meets(op, at, c, self._params)
-        source = (src, c["src_buffer"][at], c["src_offset"][at]) if op in (Op.COPY, Op.BROADCAST) else ()
+        names = ("src_buffer", "src_offset", "src_alt", "src_param")
+        source = (src, *(c[name][at] for name in names)) if op in (Op.COPY, Op.BROADCAST) else ()
         return Move(at, op, size, reads, writes, pairs, drains, step, source)
 
     def widened(self, ways: int) -> list[Ring]:
@@ -160,13 +161,15 @@ def _joins(first: Move, then: Move, ways: int) -> bool:
     )
 
 
+#: What leaves nothing for an engine to do once the last move and the last signal are past.
+_SILENT = frozenset(int(op) for op in (Op.WAIT, Op.STAMP, Op.RESET))
 _WORDS = {int(Op.SIGNAL): Kind.SIGNAL, int(Op.WAIT): Kind.WAIT}
 _OPS = {int(op): op for op in Op}
 _MOVES = frozenset(int(op) for op in st.MOVES)
 _NAMES = (
     "op", "signal", "value", "src_rank", "dst_rank", "dst2_rank", "src_buffer", "dst_buffer", "dst2_buffer",
-    "src_offset", "dst_offset", "dst2_offset", "length", "length_param", "skip", "rows", "src_pitch", "dst_pitch",
-    "num_sources", "first_source", "src_param", "dst_param", "dst2_param",
+    "src_offset", "src_alt", "dst_offset", "dst2_offset", "length", "length_param", "skip", "rows", "src_pitch",
+    "dst_pitch", "num_sources", "first_source", "src_param", "dst_param", "dst2_param",
 )  # fmt: skip
 
 
@@ -204,34 +207,37 @@ class _Pending:
         drains = (
             op is Op.REDUCE
             or self._reduced
-            or any(self._writes.meets(*r) for r in reads)
-            or any(self._writes.meets(*w) or self._reads.meets(*w) for w in writes)
+            or any(self._writes.meets(r) for r in reads)
+            or any(self._writes.meets(w) or self._reads.meets(w) for w in writes)
         )
         if drains:
             self._reads, self._writes = _Ranges(), _Ranges()
         for r in reads:
-            self._reads.add(*r)
+            self._reads.add(r)
         for w in writes:
-            self._writes.add(*w)
+            self._writes.add(w)
         self._reduced = op is Op.REDUCE
         return drains
 
     def _operands(
         self, op: Op, at: int, c: dict[str, list[int]], params: list[int]
     ) -> tuple[list[_At], list[_At]]:
+        length = c["length"][at]
+        if (param := c["length_param"][at]) >= 0:
+            length = min(length, max(params[param] - c["skip"][at], 0))
+
         def ranged(side: str) -> _At:
             rank, buffer = c[f"{side}_rank"][at], c[f"{side}_buffer"][at]
-            shown = self._buffers[buffer]
+            begin, shown = c[f"{side}_offset"][at], self._buffers[buffer]
             if shown.role is Role.VIEW and not shown.staged[rank]:
                 buffer = shown.of
-            begin, length = c[f"{side}_offset"][at], c["length"][at]
+            elif shown.role is Role.VIEW and side == "src":
+                begin = c["src_alt"][at]
             if (param := c[f"{side}_param"][at]) >= 0:
                 begin += params[param]
-            if (param := c["length_param"][at]) >= 0:
-                length = min(length, params[param])
-            if op is Op.COPY2D:
-                length += (c["rows"][at] - 1) * max(c[f"{side}_pitch"][at], 0)
-            return rank, buffer, begin, begin + length
+            strided = op is Op.COPY2D and c["rows"][at] > 1
+            rows, pitch = (c["rows"][at], c[f"{side}_pitch"][at]) if strided else (1, 0)
+            return _At((rank, buffer), begin, length, rows, pitch)
 
         if op is Op.REDUCE:
             return [], [ranged("dst")]
@@ -241,27 +247,73 @@ class _Pending:
         return [ranged("src")], [ranged("dst"), ranged("dst2")] if op is Op.BROADCAST else [ranged("dst")]
 
 
-_At = tuple[int, int, int, int]  # rank, buffer, begin, end
+class _At(NamedTuple):
+    """Rows of bytes in a buffer of a rank; `pitch` is 0 for a single row."""
+
+    place: tuple[int, int]
+    begin: int
+    width: int
+    rows: int
+    pitch: int
+
+    @property
+    def end(self) -> int:
+        """Behind the last byte."""
+        return self.begin + (self.rows - 1) * self.pitch + self.width
 
 
 class _Ranges:
-    """Ranges of bytes that may overlap, sorted by their begin; `_reach` is the longest, so that a search is short."""
+    """What moves have touched, by place and pitch.
+
+    Single rows meet where they overlap. Rows of one pitch meet where their windows overlap modulo the pitch, as blocks
+    of a layer-major cache do not; everything else meets where the hulls do, so a wait may be seen where none is.
+    """
 
     def __init__(self) -> None:
-        self._ranges: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self._kinds: dict[tuple[int, int], dict[int, tuple[_Sorted, _Sorted]]] = {}  # pitch -> hulls, windows
+
+    def add(self, at: _At) -> None:
+        if at.width:
+            hulls, windows = self._kinds.setdefault(at.place, {}).setdefault(at.pitch, (_Sorted(), _Sorted()))
+            hulls.add(at.begin, at.end)
+            for begin, end in _windows(at):
+                windows.add(begin, end)
+
+    def meets(self, at: _At) -> bool:
+        if not at.width:
+            return False
+        for pitch, (hulls, windows) in self._kinds.get(at.place, {}).items():
+            if hulls.meets(at.begin, at.end) and (
+                pitch != at.pitch or not pitch or any(windows.meets(*window) for window in _windows(at))
+            ):
+                return True
+        return False
+
+
+def _windows(at: _At) -> list[tuple[int, int]]:
+    """The bytes of rows modulo their pitch; two ranges where they go round."""
+    if not at.pitch or at.width >= at.pitch:
+        return [(0, max(at.pitch, 1))]
+    begin = at.begin % at.pitch
+    over = begin + at.width - at.pitch
+    return [(begin, begin + at.width)] if over <= 0 else [(begin, at.pitch), (0, over)]
+
+
+class _Sorted:
+    """Ranges that may overlap, by their begin; `_reach` is the longest, so that a search is short."""
+
+    def __init__(self) -> None:
+        self._ranges: list[tuple[int, int]] = []
         self._reach = 0
 
-    def add(self, rank: int, buffer: int, begin: int, end: int) -> None:
-        insort(self._ranges.setdefault((rank, buffer), []), (begin, end))
+    def add(self, begin: int, end: int) -> None:
+        insort(self._ranges, (begin, end))
         self._reach = max(self._reach, end - begin)
 
-    def meets(self, rank: int, buffer: int, begin: int, end: int) -> bool:
-        ranges = self._ranges.get((rank, buffer), [])
-        first = bisect_left(ranges, (begin - self._reach, 0))
-        for low, high in ranges[first:]:
+    def meets(self, begin: int, end: int) -> bool:
+        for low, high in self._ranges[bisect_left(self._ranges, (begin - self._reach, 0)) :]:
             if low >= end:
                 return False
             if high > begin:
                 return True
         return False
-

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 
 from dovetail.errors import PlanError
@@ -23,7 +23,7 @@ from dovetail.plan.step import Op
 from dovetail.sim.causes import START, Causes
 from dovetail.sim.flows import Flows
 from dovetail.sim.host import Host
-from dovetail.sim.machine import Machine, MachineError
+from dovetail.sim.machine import Machine, MachineError, Steps, Wiring
 from dovetail.sim.program import Kind, Move, Program
 from dovetail.sim.resources import Resources
 from dovetail.sim.result import Phase, Result, Span
@@ -44,6 +44,8 @@ def price(
         MachineError: the plan has more ranks than the machine, or the program has steps that it lacks.
         PlanError: a parameter has no value, or the plan deadlocks.
     """
+    if isinstance(plan, Program) and params is not None:
+        raise ValueError(f"plan {plan.plan.name}: a program has its parameters already")
     program = plan if isinstance(plan, Program) else Program(lowered(plan, machine), params)
     machine.require(program.plan.world, f"plan {program.plan.name}")
     if foreign := sorted(op.name.lower() for op in program.ops - native(machine)):
@@ -70,6 +72,15 @@ _ALWAYS = 1 << 62  # the value of a signal that is up for the whole run
 _Word = tuple[int, int]  # (signal, value)
 
 
+def _tracks(wiring: Wiring, pairs: Sequence[tuple[int, int]]) -> list[str]:
+    """The links that a move crosses, by name."""
+    if wiring is Wiring.FULLY_CONNECTED:
+        return [f"link {a} -> {b}" for a, b in pairs]
+    if wiring is Wiring.SWITCH:
+        return [track for a, b in pairs for track in (f"link out of {a}", f"link into {b}")]
+    return []
+
+
 class _Held(IntEnum):
     """What a ring waits for."""
 
@@ -86,7 +97,7 @@ class _Replay:
     def __init__(self, program: Program, machine: Machine, timeline: bool) -> None:
         self.program, self.machine, self.plan = program, machine, program.plan
         engine = machine.engine
-        self.rings = program.widened(engine.broadcast_ways)
+        self.rings = program.widened(engine.broadcast_ways) if Steps.BROADCAST in engine.steps else program.rings
         self.poll_ns, self.signal_ns = round(engine.poll_ns), round(engine.signal_ns)
         self.command_ns = round(engine.command_ns)
         self.spans: list[Span] | None = [] if timeline else None
@@ -109,7 +120,9 @@ class _Replay:
         self.asking: dict[tuple[int, int], list[tuple[int, int]]] = {e: [] for e in self.engine_of}  # (since, ring)
         self.level: list[list[tuple[int, int]]] = [[] for _ in self.plan.signals]  # (value, moment), growing
         self.parked: list[list[int]] = [[] for _ in self.plan.signals]
-        self.follows: dict[int, list[tuple[int, int, int]]] = {}
+        #: of an imported signal: (value, the word that must be reached before it can have that value)
+        self.needs: list[list[tuple[int, _Word]]] = [[] for _ in self.plan.signals]
+        self.followers: dict[int, set[int]] = {}  # of an exported signal: the imported ones that wait for it
         self.heap: list[tuple[int, int, int, int, int]] = []  # time, order, event, ring or signal, moment
         self.order = 0
         self.now = 0
@@ -132,9 +145,10 @@ class _Replay:
             elif event in (_FREE, _PICK):
                 self._pick(self.engine_of[what], moment)
             elif event == _RAISED:
-                parked, self.parked[what] = self.parked[what], []
-                for n in parked:
-                    self._advance(n)
+                for signal in (what, *sorted(self.followers.get(what, ()))):
+                    parked, self.parked[signal] = self.parked[signal], []
+                    for n in parked:
+                        self._advance(n)
             elif what == self.version:
                 self._share()
         last = self.host.notice(launched.watching, self._arrivals())
@@ -152,16 +166,12 @@ class _Replay:
         heapq.heappush(self.heap, (when_ns, self.order, event, what, moment))
 
     def _outside(self) -> None:
-        """Imported signals are up, unless what raises them waits for an exported one: those follow at once."""
-        held: set[int] = set()
+        """Imported signals are up from the start; a value that a waiting access raises follows what it waits for."""
         for external in self.plan.external:
             if external.before and external.after:
-                (signal, value), (waits, reached) = external.before, external.after
-                self.follows.setdefault(waits, []).append((reached, signal, value))
-                held.add(signal)
-        for s, declared in enumerate(self.plan.signals):
-            if declared.kind is SignalKind.IMPORTED and s not in held:
-                self.level[s].append((_ALWAYS, START))
+                signal, value = external.before
+                self.needs[signal].append((value, external.after))
+                self.followers.setdefault(external.after[0], set()).add(signal)
 
     def _arrivals(self) -> dict[int, list[int]]:
         """What each host thread has to notice.
@@ -214,13 +224,15 @@ class _Replay:
 
     def _passes(self, n: int, word: _Word) -> bool:
         """Is a wait over? If not, the ring is parked until its signal is up, or until the engine has polled it."""
-        moment = next((m for v, m in self.level[word[0]] if v >= word[1] and self.when_ns[m] <= self.now), -1)
-        if moment < 0:
+        moment = self._moment(word)
+        if moment is None or self.when_ns[moment] > self.now:
             self.held[n] = _Held.SIGNAL
             self.parked[word[0]].append(n)
             return False
         ready_ns = self.when_ns[moment] + self.poll_ns
         if ready_ns <= self.now:
+            if self.when_ns[moment] > self.when_ns[self.cause[n]]:  # nothing to poll: the signal itself let it go on
+                self.cause[n] = moment
             return True
         gate = self.plan.signals[word[0]].kind is SignalKind.GATE
         self.cause[n] = self.causes.add(ready_ns, moment, Phase.SCHEDULE if gate else Phase.SYNC)
@@ -290,8 +302,8 @@ class _Replay:
         if self.spans is not None:
             what = f"{move.op.name.lower()} {move.size_bytes} B"
             self._show(track, what, begin_ns, end_ns, move.size_bytes)
-            for a, b in move.pairs:
-                self._show(f"link {a} -> {b}", what, begin_ns + latency_ns, end_ns + latency_ns, move.size_bytes)
+            for track in _tracks(self.machine.link.wiring, move.pairs):
+                self._show(track, what, begin_ns + latency_ns, end_ns + latency_ns, move.size_bytes)
 
     def _show(self, track: str, name: str, begin_ns: int, end_ns: int, size_bytes: int = 0) -> None:
         if self.spans is not None:
@@ -302,16 +314,26 @@ class _Replay:
     def _raise(self, signal: int, value: int, moment: int) -> None:
         self.level[signal].append((value, moment))
         self._post(self.when_ns[moment], _RAISED, signal, moment)
-        for reached, follower, its_value in self.follows.get(signal, ()):
-            if value >= reached:
-                self._raise(follower, its_value, moment)
+
+    def _moment(self, word: _Word) -> int | None:
+        """The moment at which a signal reaches a value, as far as that is known."""
+        signal, value = word
+        if self.plan.signals[signal].kind is not SignalKind.IMPORTED:
+            return next((moment for v, moment in self.level[signal] if v >= value), None)
+        found = START
+        for reached, after in self.needs[signal]:
+            if reached <= value:
+                moment = self._moment(after)
+                if moment is None:
+                    return None
+                found = self.causes.later(found, moment)
+        return found
 
     def _reached(self, n: int, word: _Word) -> int:
-        """The moment at which a signal reaches a value."""
-        for value, moment in self.level[word[0]]:
-            if value >= word[1]:
-                return moment
-        raise self._deadlock(n, word)
+        moment = self._moment(word)
+        if moment is None:
+            raise self._deadlock(n, word)
+        return moment
 
     def _require_end(self, n: int) -> None:
         """Raises PlanError for a ring that never got to its end."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -62,20 +62,21 @@ def chrome_trace(result: Result) -> dict[str, Any]:
 def _events(result: Result) -> Iterator[dict[str, Any]]:
     threads: dict[str, tuple[int, int]] = {}
     groups: dict[str, int] = {}
-    for span in result.spans:
-        if span.track in threads:
+    placed = list(_placed(result.spans))
+    for _, track in placed:
+        if track in threads:
             continue
-        words = span.track.split()
+        words = track.split()
         group = " ".join(words[:2]) if words[0] == "rank" else {"link": "links"}.get(words[0], words[0])
         if group not in groups:
             groups[group] = len(groups) + 1
             args = {"name": f"{group} (simulated, {result.machine})"}
             yield {"ph": "M", "name": "process_name", "pid": groups[group], "tid": 0, "args": args}
-        threads[span.track] = (groups[group], len(threads) + 1)
-        pid, tid = threads[span.track]
-        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": span.track}}
-    for span in result.spans:
-        pid, tid = threads[span.track]
+        threads[track] = (groups[group], len(threads) + 1)
+        pid, tid = threads[track]
+        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": track}}
+    for span, track in placed:
+        pid, tid = threads[track]
         yield {
             "ph": "X",
             "name": span.name,
@@ -85,3 +86,13 @@ def _events(result: Result) -> Iterator[dict[str, Any]]:
             "dur": (span.end_ns - span.begin_ns) / 1000,
             "args": {"bytes": span.size_bytes} if span.size_bytes else {},
         }
+
+
+def _placed(spans: Sequence[Span]) -> Iterator[tuple[Span, str]]:
+    """Each span with a track of its own kind that is free: what shares a link at one time stands side by side."""
+    ends: dict[str, list[int]] = {}
+    for span in sorted(spans, key=lambda s: (s.begin_ns, s.track)):
+        lanes = ends.setdefault(span.track, [])
+        lane = next((n for n, end in enumerate(lanes) if end <= span.begin_ns), len(lanes))
+        lanes[lane : lane + 1] = [span.end_ns]
+        yield span, f"{span.track} ({lane + 1})" if lane else span.track
