@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from tests.unit import simlib
 
 from dovetail.sim import MachineError, files
 from dovetail.sim.machine import NUMBERS, Origin, Source
+from dovetail.sim.net import fit_launch
 
 
 def test_the_shipped_machines() -> None:
@@ -44,7 +46,7 @@ def test_a_shipped_machine_survives_writing(name: str, tmp_path: Path) -> None:
 @given(
     values=some.fixed_dictionaries(
         {
-            name: some.integers(1, 9) if whole else some.floats(1e-3, 1e6).map(lambda v: float(f"{v:.6g}"))
+            name: some.integers(2, 9) if whole else some.floats(1e-3, 1e6).map(lambda v: float(f"{v:.6g}"))
             for name, (_, whole) in NUMBERS.items()
         }
     ),
@@ -88,11 +90,11 @@ def changed(*path: str, to: Any) -> dict[str, Any]:
         (lambda: changed("host", "submit_ns", "note", to=" "), "the note must say which table, paper or reasoning"),
         (lambda: changed("host", "submit_ns", "origin", to="guessed"), "origin must be one of published, measured"),
         (lambda: changed("host", "submit_ns", "value", to="x"), "host.submit_ns must be a number, found 'x'"),
-        (lambda: changed("host", "submit_ns", "value", to=-1), "host.submit_ns must be 0 or more, not -1"),
-        (lambda: changed("link", "bandwidth_gbps", "value", to=0), "link.bandwidth_gbps must be above 0, not 0"),
-        (lambda: changed("link", "bandwidth_gbps", "value", to=float("inf")), "link.bandwidth_gbps must be above 0"),
+        (lambda: changed("host", "submit_ns", "value", to=-1), "host.submit_ns must be from 0 to 1e.15, not -1"),
+        (lambda: changed("link", "bandwidth_gbps", "value", to=0), "bandwidth_gbps must be from 1e-06 to 1e.15, not 0"),
+        (lambda: changed("link", "bandwidth_gbps", "value", to=float("inf")), "must be from 1e-06 to 1e.15, not inf"),
         (lambda: changed("engine", "count", "value", to=1.5), "engine.count must be a whole number, found 1.5"),
-        (lambda: changed("engine", "count", "value", to=0), "engine.count must be 1 or more, not 0"),
+        (lambda: changed("engine", "count", "value", to=0), "engine.count must be from 1 to 1e.15, not 0"),
         (lambda: changed("link", "wiring", "value", to="mesh"), "link.wiring must be one of fully_connected, switch"),
         (lambda: changed("host", "threads", "value", to=["one"]), "host.threads must be one of one, rank"),
         (lambda: changed("engine", "steps", "value", to=["copy", "fly"]), "engine.steps must be a list out of copy"),
@@ -116,6 +118,39 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
     bad.write_text("name = 3\n")
     with pytest.raises(MachineError, match=r"machine file .*bad.toml: name must be a text, found 3"):
         files.load(str(bad))
+
+
+def test_a_machine_without_sources_can_be_written_and_odd_names_too(tmp_path: Path) -> None:
+    bare = simlib.machine(name="a \x7f \u2713 \" \\ name")
+    again = files.read(files.write(bare, tmp_path / "bare.toml"))
+    assert again.constants() == bare.constants()
+    assert again.name == bare.name
+    assert {s.note for s in again.sources.values()} == {"not said"}
+
+
+def test_a_number_that_is_far_too_large(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.toml"
+    text = files.dump(simlib.machine())
+    bad.write_text(text.replace("submit_ns = { value = 100", f"submit_ns = {{ value = {10**400}"))
+    with pytest.raises(MachineError, match="bad.toml: host.submit_ns has a number that is far too large"):
+        files.read(bad)
+
+
+def test_links_of_a_machine_as_a_network() -> None:
+    network = files.load("mi300x").network(4)
+    (links,) = network.dimensions
+    assert (network.ranks, links.kind, links.bandwidth_gbps) == (4, "fully_connected", 46.55)
+    with pytest.raises(MachineError, match="this network is for 9 ranks, machine mi300x has 8"):
+        files.load("mi300x").network(9)
+
+
+def test_the_launch_time_of_a_library_is_the_fit_of_its_table() -> None:
+    rows = json.loads((simlib.DATA / "mi300x_rccl_all_reduce.json").read_text())["rows"]
+    large = [(row["size_bytes"], row["time_us"] * 1000) for row in rows if row["size_bytes"] >= 16 << 20]
+    machine = files.load("mi300x")
+    found = fit_launch(machine.network(), "all_reduce", "direct", large)
+    assert found.launch_ns == pytest.approx(machine.library.launch_ns, abs=1)
+    assert found.worst < 0.05
 
 
 def test_constants_by_name() -> None:

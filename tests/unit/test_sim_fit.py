@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -82,6 +83,10 @@ def test_what_can_not_be_fitted() -> None:
         fit.fit(files.load("mi300x"), targets, free=["link.latency_ns"])
     with pytest.raises(MachineError, match="has no constant 'x'"):
         fit.fit(files.load("mi300x"), targets, free=["x"])
+    with pytest.raises(MachineError, match=r"engine.count is a whole number, and is set, not fitted"):
+        fit.fit(files.load("mi300x"), targets, free=["engine.count"])
+    with pytest.raises(ValueError, match=r"library.launch_ns changes nothing in these tables"):
+        fit.fit(files.load("mi300x"), targets, free=["host.submit_ns", "library.launch_ns"])
     with pytest.raises(ValueError, match="5 entries can't fix 9 constants"):
         fit.fit(files.load("mi300x"), targets[:5])
 
@@ -104,6 +109,40 @@ def test_outliers_and_wrong_winners_are_counted_as_they_are() -> None:
 def _target(variant: str, prelaunch: bool, value: float, outlier: bool = False) -> Target:
     case = Case(collective="all_gather", variant=variant, total_bytes=1024, ranks=8, prelaunch=prelaunch)
     return Target(case=case, figure=Figure.SPEEDUP, value=value, outlier=outlier)
+
+
+def test_tables_of_two_collectives_are_counted_apart() -> None:
+    right = [fit.Predicted(target=_target("b2b", False, 2.0), value=2.0)]
+    case = Case(collective="all_to_all", variant="b2b", total_bytes=1024, ranks=8)
+    wrong = [fit.Predicted(target=Target(case=case, figure=Figure.SPEEDUP, value=0.5), value=2.0)]
+    assert fit.winners(right + wrong) == (2, [(1024, "b2b", "pcpy")])
+
+
+def test_only_what_a_table_depends_on_is_fitted_by_default() -> None:
+    machine = files.load("mi300x")
+    only_pcpy = [t for t in a_tables() if t.case.variant == "pcpy"]
+    found = fit.fit(machine, only_pcpy)
+    assert "engine.command_ns" not in found.free  # one copy to a ring: nothing follows it
+    assert found.machine.sources["engine.command_ns"] == machine.sources["engine.command_ns"]
+
+
+def test_an_outlier_does_not_pull_the_fit() -> None:
+    targets = [dataclasses.replace(t, value=t.value * (50 if t.outlier else 1)) for t in a_tables()]
+    assert fit.fit(files.load("mi300x"), targets).machine == fit.fit(files.load("mi300x"), a_tables()).machine
+
+
+def test_measured_points_are_complete_runs_of_our_own(tmp_path: Path) -> None:
+    row = {
+        "collective": "all_to_all", "backend": "cpu", "variant": "b2b", "ranks": 2, "size_bytes": 4096, "time_us": 5.0,
+        "correct": True, "tensors": "symmetric",
+    }  # fmt: skip
+    odd = {"correct": False, "backend": "cuda", "tensors": "ordinary", "variant": "gloo"}
+    others = [row | {name: value} for name, value in odd.items()]
+    found = tables.load(_written(tmp_path, {"schema": "dovetail.bench/1", "rows": [row, *others]}))
+    assert [(t.case.total_bytes, t.value) for t in found] == [(4096, 5.0)]  # of all_to_all a rank's input is the total
+    assert "entry" in plan_of(found[0].case).passes
+    cuda = tables.load(_written(tmp_path, {"schema": "dovetail.bench/1", "rows": [row, *others]}), backend="cuda")
+    assert len(cuda) == 1
 
 
 def test_tables_of_every_form(tmp_path: Path) -> None:
@@ -132,6 +171,12 @@ def test_tables_of_every_form(tmp_path: Path) -> None:
         ({"rows": [], "collective": "all_gather"}, "no entry that can be priced"),
         ({"rows": [{"total_bytes": 1024, "fly": 2}], "collective": "all_gather"}, "has no variant 'fly'; it has pcpy"),
         ({"rows": [{"bytes": 1024}], "collective": "all_gather"}, "not a table that can be priced"),
+        ({"rows": [{"total_bytes": 1024, "b2b": 0}], "collective": "all_gather"}, "a number above 0, found 0"),
+        ({"rows": [{"total_bytes": 8, "b2b": math.nan}], "collective": "all_gather"}, "expected a number, found nan"),
+        ({"rows": [{"total_bytes": "1K", "b2b": 2}], "collective": "all_gather"}, "a whole number above 0, found '1K'"),
+        ({"rows": [{"total_bytes": 1024, "b2b": 2}], "collective": "all_gather", "ranks": "8"}, "above 0, found '8'"),
+        ({"rows": [{"total_bytes": 8, "copy_pct": -1, "control_pct": 0, "schedule_pct": 0, "sync_pct": 0}]},
+         "a number of 0 or more, found -1"),
         ({"schema": "dovetail.doctor/1", "rows": []}, "only bench records and profiles can be fitted to"),
         ({"schema": "dovetail.profile/1", "sections": {}}, "has no measured points for cpu; measure it again"),
     ],
@@ -158,5 +203,9 @@ def test_what_if_no_change_makes_it_worse_and_all_together_is_best(collective: s
         assert all(r.time_us >= r.limit_us for r in mine.values())
         assert mine["all together"].time_us <= min(r.time_us for r in mine.values())
         assert mine["cheaper doorbells"].closed > 0.2
+    large = {r.change: r for r in rows if r.total_bytes == 1 << 20}
+    assert large["more engines"].closed > 0
+    with pytest.raises(MachineError, match="machine cpu-2core has no links"):
+        whatif(files.load("cpu-2core"), collective, [1024])
     small = {r.change: r for r in rows if r.total_bytes == 1024}
     assert (small["N-way broadcast"].closed > 0.2) == (collective == "all_gather")

@@ -113,6 +113,13 @@ def variants(collective: str) -> tuple[str, ...]:
     return tuple(_MAKERS[collective])
 
 
+def unit_bytes(collective: str, ranks: int) -> int:
+    """What a total must be a multiple of: a byte for each rank's piece, an element where something is reduced."""
+    variants(collective)
+    pieces = ranks if collective in _PIECES else 1
+    return pieces * (DType.FLOAT32.size_bytes if collective in _REDUCES else 1)
+
+
 def baseline_of(case: Case) -> Case:
     """The case that a speedup compares with: the baseline variant, launched when it is called."""
     return dataclasses.replace(case, variant=baseline(case.collective), prelaunch=False)
@@ -130,7 +137,7 @@ def plan_of(case: Case) -> Plan:
     if case.ranks < 2:
         raise ValueError(f"a collective needs at least 2 ranks, not {case.ranks}")
     pieces = case.ranks if case.collective in _PIECES else 1
-    unit = pieces * (DType.FLOAT32.size_bytes if case.collective in _REDUCES else 1)
+    unit = unit_bytes(case.collective, case.ranks)
     if case.total_bytes < unit or case.total_bytes % unit:
         raise ValueError(
             f"total_bytes of {case.collective} must be a positive multiple of {unit} with {case.ranks} ranks, "

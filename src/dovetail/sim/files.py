@@ -104,7 +104,10 @@ def _value(name: str, value: Any) -> Any:
     whole = NUMBERS[name][1]
     if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
         raise MachineError(f"{name} must be {_called(int if whole else float)}, found {value!r}")
-    return value if whole else float(value)
+    try:
+        return value if whole else float(value)
+    except OverflowError:
+        raise MachineError(f"{name} has a number that is far too large") from None
 
 
 def _known(where: str, table: dict[str, Any], allowed: tuple[str, ...]) -> None:
@@ -121,7 +124,7 @@ def dump(machine: Machine) -> str:
     """The text of a machine file."""
     lines = [f"name = {_text(machine.name)}", f"title = {_text(machine.title)}", f"ranks = {machine.ranks}"]
     for section, cls in SECTIONS.items():
-        lines += ["", f"[{section}]"] if any(n.startswith(f"{section}.") for n in machine.sources) else []
+        written = []
         for f in dataclasses.fields(cls):
             name = f"{section}.{f.name}"
             value = getattr(getattr(machine, section), f.name)
@@ -129,7 +132,8 @@ def dump(machine: Machine) -> str:
                 continue
             source = machine.sources.get(name, Source(origin=Origin.ASSUMED, note="not said"))
             where = f'origin = "{source.origin}", note = {_text(source.note)}'
-            lines.append(f"{f.name} = {{ value = {_shown(value)}, {where} }}")
+            written.append(f"{f.name} = {{ value = {_shown(value)}, {where} }}")
+        lines += ["", f"[{section}]", *written] if written else []
     return "\n".join(lines) + "\n"
 
 
@@ -151,4 +155,4 @@ def _shown(value: Any) -> str:
 
 
 def _text(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)  # a JSON string is a TOML basic string
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # else a JSON string is one of TOML

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.sim.collectives import Case, baseline, baseline_of, program_of
-from dovetail.sim.machine import Machine, MachineError, Origin, Source
+from dovetail.sim.machine import NUMBERS, Machine, MachineError, Origin, Source
 from dovetail.sim.replay import native, price
 from dovetail.sim.result import Result
 from dovetail.sim.tables import Figure, Target
@@ -99,18 +99,18 @@ def errors(predicted: Sequence[Predicted]) -> Errors:
     """The errors of a set of predictions."""
     logs = np.array([p.log_error for p in predicted if p.target.figure is not Figure.SHARE and not p.target.outlier])
     ratio = np.abs(np.expm1(logs))
-    rows: dict[int, float] = {}
+    rows: dict[tuple[object, ...], float] = {}
     for p in predicted:
         if p.target.figure is Figure.SHARE:
-            size = p.target.case.total_bytes
-            rows[size] = max(rows.get(size, 0.0), abs(p.points))
+            row = _row(p.target)
+            rows[row] = max(rows.get(row, 0.0), abs(p.points))
     return Errors(
         entries=len(logs),
         rms_log=float(np.sqrt(np.mean(logs**2))) if len(logs) else 0.0,
         within_15=float(np.mean(ratio <= 0.15)) if len(logs) else 1.0,
         within_25=float(np.mean(ratio <= 0.25)) if len(logs) else 1.0,
         rows=len(rows),
-        worst_points=tuple(rows[size] for size in sorted(rows)),
+        worst_points=tuple(rows.values()),
     )
 
 
@@ -120,18 +120,18 @@ def winners(predicted: Sequence[Predicted], margin: float = 0.05) -> tuple[int, 
     A variant counts as fastest if the table has it within `margin` of the fastest. Misses are (size, the model's
     fastest, the table's).
     """
-    sizes: dict[int, dict[str, tuple[float, float]]] = {}
+    sizes: dict[tuple[object, ...], dict[str, tuple[float, float]]] = {}
     for p in predicted:
         if p.target.figure is Figure.SPEEDUP and not p.target.outlier:
-            row = sizes.setdefault(p.target.case.total_bytes, {baseline(p.target.case.collective): (1.0, 1.0)})
+            row = sizes.setdefault(_row(p.target), {baseline(p.target.case.collective): (1.0, 1.0)})
             row[p.target.name] = (p.target.value, p.value)
     misses = []
-    for size, row in sorted(sizes.items()):
+    for (*_, size), row in sizes.items():
         said = max(row, key=lambda name: row[name][1])
         fastest = max(row, key=lambda name: row[name][0])
         if row[said][0] < row[fastest][0] * (1 - margin):
-            misses.append((size, said, fastest))
-    return len(sizes), misses
+            misses.append((int(str(size)), said, fastest))
+    return len(sizes), sorted(misses)
 
 
 def halves(targets: Sequence[Target]) -> tuple[list[Target], list[Target]]:
@@ -148,6 +148,10 @@ def _table(target: Target) -> tuple[object, ...]:
     return target.case.collective, target.case.ranks, target.figure
 
 
+def _row(target: Target) -> tuple[object, ...]:
+    return *_table(target), target.case.total_bytes
+
+
 def fit(
     machine: Machine,
     targets: Sequence[Target],
@@ -159,42 +163,66 @@ def fit(
     """Refits on half of the sizes.
 
     Args:
-        free: the constants that may change; by default those whose origin is `fitted`.
+        free: the constants that may change; by default those whose origin is `fitted`, without those that change
+            nothing in the targets.
         note: where the targets come from, for the sources of the new constants.
 
     Raises:
-        MachineError: nothing is free, or a free constant is zero (its logarithm is fitted).
-        ValueError: there are fewer targets than free constants.
+        MachineError: nothing is free, or a free constant is zero (its logarithm is fitted) or a whole number.
+        ValueError: there are fewer targets than free constants, or one that was named changes nothing.
     """
     names = tuple(machine.fitted() if free is None else free)
     if not names:
         raise MachineError(f"machine {machine.name} has no fitted constant: name those that may change (--free)")
+    if whole := [name for name in names if name in NUMBERS and NUMBERS[name][1]]:
+        raise MachineError(f"machine {machine.name}: {whole[0]} is a whole number, and is set, not fitted")
     if zero := [name for name in names if machine.value(name) <= 0]:
         raise MachineError(f"machine {machine.name}: {zero[0]} is zero; give it a first guess above zero to fit it")
     used, held = halves(targets)
     counted = [t for t in used if not t.outlier]
-    if len(counted) < len(names):
+    idle = _idle(machine, names, counted)
+    if idle and free is not None:
+        raise ValueError(f"{idle[0]} changes nothing in these tables, so it can't be fitted to them: free others")
+    names = tuple(name for name in names if name not in idle)
+    if len(counted) < len(names) or not names:
         raise ValueError(f"{len(counted)} entries can't fix {len(names)} constants; give more, or free fewer")
+    best = _least_squares(_residuals(machine, names, counted), _logs(machine, names), progress)
     source = Source(origin=Origin.FITTED, note=note)
+    rounded = {name: float(f"{value:.4g}") for name, value in zip(names, np.exp(best).tolist(), strict=True)}
+    found = machine.replace(rounded, source)
+    predicted = predict(found, used) + [
+        Predicted(target=p.target, value=p.value, held_out=True) for p in predict(found, held)
+    ]
+    return Fit(machine=found, free=names, predicted=tuple(predicted))
 
-    def at(logs: Floats) -> Machine:
-        return machine.replace(dict(zip(names, np.exp(logs).tolist(), strict=True)), source)
 
-    rows = _rows(counted)
+def _logs(machine: Machine, names: Sequence[str]) -> Floats:
+    return np.log([machine.value(name) for name in names])
+
+
+def _residuals(machine: Machine, names: Sequence[str], targets: Sequence[Target]) -> Callable[[Floats], Floats]:
+    """What is made small, as a function of the constants' logarithms."""
+    rows = _rows(targets)
 
     def residuals(logs: Floats) -> Floats:
-        found = np.array([_residual(p) for p in predict(at(logs), counted)])
+        there = machine.replace(dict(zip(names, np.exp(logs).tolist(), strict=True)))
+        found = np.array([_residual(p) for p in predict(there, targets)])
         for row in rows:
             found[row] -= (1 - _SHARED) * found[row].mean()
         return found
 
-    best = _least_squares(residuals, np.log([machine.value(name) for name in names]), progress)
-    found = at(best)
-    rounded = found.replace({name: float(f"{found.value(name):.4g}") for name in names}, source)
-    predicted = predict(rounded, used) + [
-        Predicted(target=p.target, value=p.value, held_out=True) for p in predict(rounded, held)
+    return residuals
+
+
+def _idle(machine: Machine, names: Sequence[str], targets: Sequence[Target]) -> list[str]:
+    """The constants that no entry depends on: a value for them would be made up."""
+    residuals, start = _residuals(machine, names, targets), _logs(machine, names)
+    before = residuals(start)
+    return [
+        name
+        for name, unit in zip(names, np.eye(len(names)), strict=True)
+        if np.array_equal(residuals(start + unit), before) and np.array_equal(residuals(start - unit), before)
     ]
-    return Fit(machine=rounded, free=names, predicted=tuple(predicted))
 
 
 def _rows(targets: Sequence[Target]) -> list[list[int]]:
@@ -202,7 +230,7 @@ def _rows(targets: Sequence[Target]) -> list[list[int]]:
     rows: dict[tuple[object, ...], list[int]] = {}
     for n, t in enumerate(targets):
         if t.figure is Figure.SPEEDUP:
-            rows.setdefault((_table(t), t.case.total_bytes), []).append(n)
+            rows.setdefault(_row(t), []).append(n)
     return list(rows.values())
 
 

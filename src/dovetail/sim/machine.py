@@ -9,7 +9,6 @@ Times are nanoseconds, rates 10^9 bytes per second, which is bytes per nanosecon
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -29,6 +28,7 @@ class Origin(StrEnum):
     PUBLISHED = "published"  #: stands in a paper, a data sheet or a public measurement
     MEASURED = "measured"  #: by this project, in a record
     FITTED = "fitted"  #: chosen so that the model fits a table; what `fit` may change
+    INFERRED = "inferred"  #: arithmetic on published or measured figures
     ASSUMED = "assumed"  #: an educated guess
 
 
@@ -157,7 +157,7 @@ class Machine:
         parts: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
             section, key = _split(self, name)
-            parts.setdefault(section, {})[key] = int(value) if NUMBERS[name][1] else float(value)
+            parts.setdefault(section, {})[key] = round(value) if NUMBERS[name][1] else float(value)
         changed = {s: dataclasses.replace(getattr(self, s), **change) for s, change in parts.items()}
         sources = {**self.sources, **(dict.fromkeys(values, source) if source else {})}
         return dataclasses.replace(self, **changed, sources=sources)
@@ -194,7 +194,9 @@ SECTIONS: dict[str, type] = {
 WORDS: dict[str, type[StrEnum]] = {"host.threads": Threads, "link.wiring": Wiring}
 #: Constants that are lists of words.
 LISTS: dict[str, type[StrEnum]] = {"engine.steps": Steps}
-_WHOLE = {"count": (1, True), "broadcast_ways": (1, True), "cache_bytes": (0, True)}
+_WHOLE = {"count": (1, True), "broadcast_ways": (2, True), "cache_bytes": (0, True)}
+_MOST = 1e15  # of any constant: beyond it arithmetic in nanoseconds makes no sense
+_LEAST_GBPS = 1e-6
 #: Constants that are numbers, and what they are: the least value, and whether it is whole.
 NUMBERS: dict[str, tuple[float, bool]] = {
     f"{section}.{f.name}": _limits
@@ -221,6 +223,6 @@ def _check(machine: Machine) -> None:
         section, _, key = name.partition(".")
         value = getattr(getattr(machine, section), key)
         rate = key.endswith("_gbps")
-        if not math.isfinite(value) or value < least or (rate and value == 0):
-            allowed = "above 0" if rate else f"{least} or more"
-            raise MachineError(f"machine {machine.name}: {name} must be {allowed}, not {value}")
+        if not least <= value <= _MOST or (rate and value < _LEAST_GBPS):
+            low = _LEAST_GBPS if rate else least
+            raise MachineError(f"machine {machine.name}: {name} must be from {low:g} to {_MOST:g}, not {value}")

@@ -7,6 +7,7 @@ A's speedup table, A's phase table, a `dovetail.bench` record, and the section "
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -94,8 +95,8 @@ def _parse(data: Any, collective: str | None, ranks: int | None, backend: str) -
 def _phases(rows: Iterable[Mapping[str, Any]]) -> Iterator[Target]:
     for row in rows:
         for phase in Phase:
-            case = Case(collective=COPY, variant="pcpy", total_bytes=int(row["total_bytes"]), ranks=2)
-            yield Target(case=case, figure=Figure.SHARE, value=float(row[f"{phase}_pct"]), phase=phase)
+            case = Case(collective=COPY, variant="pcpy", total_bytes=_count(row["total_bytes"]), ranks=2)
+            yield Target(case=case, figure=Figure.SHARE, value=_number(row[f"{phase}_pct"], least=0), phase=phase)
 
 
 def _speedups(data: Mapping[str, Any], collective: str | None, ranks: int) -> Iterator[Target]:
@@ -103,7 +104,7 @@ def _speedups(data: Mapping[str, Any], collective: str | None, ranks: int) -> It
         raise ValueError("a table of speedups does not say which collective it is about: give it (--collective)")
     outliers = set(data.get("outliers", ()))
     for row in data["rows"]:
-        total = int(row["total_bytes"])
+        total = _count(row["total_bytes"])
         for column, value in row.items():
             if column == "total_bytes" or value is None:
                 continue
@@ -112,7 +113,7 @@ def _speedups(data: Mapping[str, Any], collective: str | None, ranks: int) -> It
                 variant=column.removesuffix(_PRELAUNCH),
                 prelaunch=column.endswith(_PRELAUNCH),
                 total_bytes=total,
-                ranks=ranks,
+                ranks=_count(ranks),
             )
             if case.variant not in variants(collective):
                 allowed = ", ".join(variants(collective))
@@ -120,7 +121,7 @@ def _speedups(data: Mapping[str, Any], collective: str | None, ranks: int) -> It
             yield Target(
                 case=case,
                 figure=Figure.SPEEDUP,
-                value=float(value),
+                value=_number(value),
                 outlier=f"{column} at {total}" in outliers,
             )
 
@@ -151,8 +152,25 @@ def _point(collective: str, variant: str, ranks: int, size_bytes: int, time_us: 
     """c10d's size (a rank's input) as a total; None for what is no plan of ours (the baselines)."""
     if collective not in collectives() or variant not in variants(collective) or time_us is None or ranks < 2:
         return None
+    size_bytes = _count(size_bytes)
     total = size_bytes * ranks if collective == "all_gather" else size_bytes
     if collective == "all_to_all" and total % ranks:
         return None
     case = Case(collective=collective, variant=variant, total_bytes=total, ranks=ranks, complete=True)
-    return Target(case=case, figure=Figure.TIME, value=float(time_us))
+    return Target(case=case, figure=Figure.TIME, value=_number(time_us))
+
+
+def _count(value: Any) -> int:
+    """A number of bytes or ranks."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"expected a whole number above 0, found {value!r}")
+    return value
+
+
+def _number(value: Any, least: float | None = None) -> float:
+    """A finite figure: above 0, or of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"expected a number, found {value!r}")
+    if value < least if least is not None else value <= 0:
+        raise ValueError(f"expected a number {'above 0' if least is None else f'of {least} or more'}, found {value!r}")
+    return float(value)

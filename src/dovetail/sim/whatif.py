@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dovetail.sim.collectives import Case, program_of, variants
-from dovetail.sim.machine import Machine, Threads
+from dovetail.sim.machine import Machine, MachineError, Threads, Wiring
 from dovetail.sim.replay import native, price
 
 _DOORBELL = 0.1
@@ -90,7 +90,13 @@ class Row:
 
 
 def whatif(machine: Machine, collective: str, sizes: Sequence[int], ranks: int | None = None) -> list[Row]:
-    """Every change at every size."""
+    """Every change at every size.
+
+    Raises:
+        MachineError: the machine has no links, so there is no limit to compare with, or too few ranks.
+    """
+    if machine.link.wiring is Wiring.SHARED_MEMORY:
+        raise MachineError(f"machine {machine.name} has no links: there is no link limit to compare with")
     machine.require(ranks or machine.ranks, f"this {collective}")
     rows = []
     for size in sizes:
@@ -117,11 +123,10 @@ def whatif(machine: Machine, collective: str, sizes: Sequence[int], ranks: int |
 def _best(change: Change, machine: Machine, collective: str, size: int, ranks: int) -> tuple[str, float, float]:
     """The fastest variant; with or without the change, since nobody has to use it."""
     found = []
-    for offered in (change.machine(machine), machine):
+    offers = ((change.machine(machine), change.prelaunch), (machine, change.prelaunch), (machine, False))
+    for offered, prelaunch in offers:
         for variant in variants(collective):
-            case = Case(
-                collective=collective, variant=variant, total_bytes=size, ranks=ranks, prelaunch=change.prelaunch
-            )
+            case = Case(collective=collective, variant=variant, total_bytes=size, ranks=ranks, prelaunch=prelaunch)
             result = price(program_of(case, native(offered)), offered)
             found.append((result.time_us, variant, result.limit_ns / 1000))
     time_us, variant, limit_us = min(found)

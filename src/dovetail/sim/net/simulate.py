@@ -25,6 +25,7 @@ from dovetail.sim.net.routes import lower
 from dovetail.sim.net.schedule import Schedule, fold, spread
 from dovetail.sim.net.topology import Floats, Network
 
+_MOST_RANKS = 1 << 17
 _Choice = TypeVar("_Choice", bound=StrEnum)
 
 
@@ -62,6 +63,8 @@ def simulate(
     collective = _choice(Collective, "collective", collective)
     algorithm = _choice(Algorithm, "algorithm", algorithm)
     size_bytes, chunks = _at_least("size_bytes", size_bytes, 0), _at_least("chunks", chunks, 1)
+    if network.ranks > _MOST_RANKS:
+        raise ValueError(f"a network of {network.ranks} ranks is too large to simulate; the most is {_MOST_RANKS}")
     rank0 = pattern(network, collective, algorithm, size_bytes, chunks)
     links = Links(network)
     gbps = _bandwidths(links, link_gbps)
