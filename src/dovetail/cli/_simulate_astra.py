@@ -21,7 +21,7 @@ def run(
     size: str | None,
     workload: str | None,
     mode: str,
-    algorithm: str,
+    algorithm: str | None,
     write: Path | None,
 ) -> tuple[list[Row], str]:
     """The rows, and a heading for them."""
@@ -31,6 +31,8 @@ def run(
         raise ValueError(f"--mode: {mode!r} is not known; there are {_ASTRA}, {_LINKS}")
     if (workload is None) == (collective is None) or (collective is None) != (size is None):
         raise ValueError("give either --collective with --size, or --workload")
+    if mode == _ASTRA and algorithm is not None:
+        raise ValueError("--algorithm is for --mode links; in mode astra the system file says how")
     there = AstraNetwork.from_file(network)
     found = AstraSystem.from_file(system) if system is not None else None
     if found is None and (mode == _ASTRA or write is not None):
@@ -38,7 +40,7 @@ def run(
     if mode == _LINKS:
         if collective is None or size is None:
             raise ValueError("--mode links prices a collective: give --collective and --size")
-        rows = [_links(there, collective, parse_bytes(size), algorithm)]
+        rows = [_links(there, collective, parse_bytes(size), algorithm or "direct")]
     elif workload is not None:
         assert found is not None
         rows = _workload(there, found, workload)

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from dovetail.measure.sizes import format_bytes, geometric
-
-if TYPE_CHECKING:
-    from dovetail.sim.fit import Errors, Fit
-    from dovetail.sim.machine import Machine
-    from dovetail.sim.whatif import Row
 
 _HELP = "Price plans, collectives and changes on a machine that isn't here. Every figure is simulated."
 _COLLECTIVE_EXAMPLES = """Examples:
@@ -52,11 +47,11 @@ dovetail simulate astra --network N.yml --system S.json --workload traces/dlrm
 
 dovetail simulate astra --network N.yml --mode links --collective all_to_all --size 64M
 
-dovetail simulate astra --network N.yml --collective all_reduce --size 16M --write to_astra_sim
+dovetail simulate astra --network N.yml --system S.json --collective all_reduce --size 16M --write to_astra_sim
 """
 _ALL, _BOTH, _ON, _OFF = "all", "both", "on", "off"
 _Machine = Annotated[str, typer.Option(help="A shipped machine, or the path of a machine file.")]
-_Ranks = Annotated[int | None, typer.Option("--ranks", "-n", help="Ranks that take part; all of the machine's.")]
+_Ranks = Annotated[int | None, typer.Option("--ranks", "-n", min=2, help="Ranks that take part; all if not given.")]
 _Begin = Annotated[str, typer.Option("--begin", "-b", help="Smallest total: chunk x ranks.")]
 _End = Annotated[str, typer.Option("--end", "-e", help="Largest total.")]
 _Factor = Annotated[float, typer.Option("--factor", "-f", help="From one size to the next.")]
@@ -91,69 +86,25 @@ def collective(
 ) -> None:
     """Price the variants of a collective by size: time, speedup over the baseline variant, and A's four phases.
 
-    The plans are those that executors run. The phases are those of the critical path, and add up to the time.
+    The plans are those that executors run. The phases are those of the critical path, and add up to the time. Sizes are
+    rounded down to what the ranks can share.
     """
+    from dovetail.cli import _simulate_plans as work
     from dovetail.sim import files
-    from dovetail.sim.collectives import COPY, Case, baseline, baseline_of, program_of, variants
-    from dovetail.sim.replay import native, price
-    from dovetail.sim.result import Phase
+    from dovetail.sim.collectives import variants
 
     there = files.load(machine)
     known = variants(collective)
     chosen = list(known) if variant == _ALL else _words("--variant", variant, known)
     launches = {_BOTH: (False, True), _ON: (True,), _OFF: (False,)}[_word("--prelaunch", prelaunch, (_BOTH, _ON, _OFF))]
-    sizes = geometric(begin, end, factor)
-    number = ranks or (2 if collective == COPY else there.ranks)
-    there.require(number, f"this {collective}")
-    steps = native(there)
-    over = f"speedup_over_{baseline(collective)}"
-    rows: list[dict[str, Any]] = []
-    for size in sizes:
-        for name in chosen:
-            for early in launches:
-                case = Case(
-                    collective=collective, variant=name, total_bytes=size, ranks=number, prelaunch=early,
-                    complete=complete,
-                )  # fmt: skip
-                found = price(program_of(case, steps), there)
-                base = price(program_of(baseline_of(case), steps), there)
-                rows.append(
-                    {
-                        "machine": there.name,
-                        "collective": collective,
-                        "variant": name,
-                        "prelaunch": early,
-                        "ranks": number,
-                        "total_bytes": size,
-                        "time_us": found.time_us,
-                        over: base.time_ns / found.time_ns,
-                        "limit_us": found.limit_ns / 1000,
-                        "phases": {phase.value: ns / 1000 for phase, ns in found.phases_ns.items()},
-                        **{f"{phase}_pct": 100 * share for phase, share in found.shares().items()},
-                        "simulated": True,
-                    }
-                )
-    title = f"{collective}, {number} ranks"
-    lines = [
-        [
-            format_bytes(row["total_bytes"]), _named(row), f"{row['time_us']:.4g}", f"{row[over]:.2f}",
-            f"{row['limit_us'] / row['time_us']:.0%}", *(f"{row[f'{phase}_pct']:.0f}%" for phase in Phase),
-        ]
-        for row in rows
-    ]  # fmt: skip
-    _table(there, title, ["total B", "variant", "time us", f"over {baseline(collective)}", "of link", *Phase], lines)
+    asked = work.Asked(collective, tuple(chosen), launches, complete, ranks)
+    rows = work.rows(there, asked, geometric(begin, end, factor))
+    title = f"{collective}, {rows[0]['ranks']} ranks"
+    _print_table(f"{title} (simulated, {there.name}: {there.title})", *work.table(collective, rows))
     if plot is not None:
-        series: dict[str, list[tuple[float, float]]] = {}
-        for row in rows:
-            series.setdefault(_named(row), []).append((row["total_bytes"], row["time_us"]))
-        limit = [(r["total_bytes"], r["limit_us"]) for r in rows if _named(r) == _named(rows[0])]
-        like = {_named(r): r["variant"] for r in rows if r["prelaunch"]}
+        series, limit, like = work.lines(rows)
         _plot(plot, series, limit, title, f"simulated, {there.name}: {there.title}", "total bytes", like)
     _record("simulate_collective", rows, json)
-
-
-def _named(row: dict[str, Any]) -> str:
-    return f"{row['variant']} prelaunched" if row["prelaunch"] else str(row["variant"])
 
 
 def whatif(
@@ -170,35 +121,21 @@ def whatif(
 
     Each change is priced alone and all together, with the best variant for it. 100% is what the links alone would need.
     """
-    from dataclasses import asdict
-
+    from dovetail.cli import _simulate_plans as work
     from dovetail.sim import files
-    from dovetail.sim.whatif import AS_IS, CHANGES
-    from dovetail.sim.whatif import whatif as ask
 
     there = files.load(machine)
-    found = ask(there, collective, geometric(begin, end, factor), ranks)
-    by_size: dict[int, dict[str, Row]] = {}
-    for row in found:
-        by_size.setdefault(row.total_bytes, {})[row.change] = row
-    others = [change for change in CHANGES if change.name != AS_IS]
-    lines = [
-        [
-            format_bytes(size), f"{mine[AS_IS].time_us:.4g} ({mine[AS_IS].variant})", f"{mine[AS_IS].limit_us:.3g}",
-            *(f"{mine[change.name].closed:.0%}" for change in others),
-        ]
-        for size, mine in by_size.items()
-    ]  # fmt: skip
-    title = f"{collective}, {ranks or there.ranks} ranks: share of the gap to the link limit that each change closes"
-    _table(there, title, ["total B", "as it is us", "link us", *(change.name for change in others)], lines)
-    for change in CHANGES:
-        print(f"  {change.name}: {change.what}")
+    rows = work.changes(there, collective, geometric(begin, end, factor), ranks)
+    number = ranks or there.ranks
+    title = f"{collective}, {number} ranks: share of the gap to the link limit that each change closes"
+    _print_table(f"{title} (simulated, {there.name}: {there.title})", *work.change_table(rows))
+    for line in work.legend():
+        print(line)
     if plot is not None:
-        series = {c.name: [(float(s), mine[c.name].time_us) for s, mine in by_size.items()] for c in CHANGES}
-        limit = [(float(s), mine[AS_IS].limit_us) for s, mine in by_size.items()]
-        title = f"{collective}, {ranks or there.ranks} ranks: what each change would bring"
+        series, limit = work.change_lines(rows)
+        title = f"{collective}, {number} ranks: what each change would bring"
         _plot(plot, series, limit, title, f"simulated, {there.name}: {there.title}", "total bytes")
-    _record("simulate_whatif", [{"machine": there.name, **asdict(row), "simulated": True} for row in found], json)
+    _record("simulate_whatif", rows, json)
 
 
 def network(
@@ -228,7 +165,7 @@ def network(
         {
             "size B": format_bytes(row["size_bytes"]), "algorithm": row["algorithm"],
             "time us": f"{row['time_us']:.5g}", "link limit us": f"{row['limit_us']:.5g}",
-            "of limit": f"{row['limit_us'] / row['time_us']:.1%}",
+            "of limit": f"{row['limit_us'] / row['time_us']:.1%}" if row["time_us"] else "-",
             "closed form us": "-" if row["closed_form_us"] is None else f"{row['closed_form_us']:.5g}",
             "busiest link": f"{row['busiest_link']:.0%}",
         }
@@ -265,71 +202,29 @@ def fit(
     """
     import dataclasses
 
-    from dovetail.cli.bench import progress_bar
-    from dovetail.sim import files, tables
-    from dovetail.sim import fit as fitting
+    from dovetail.cli import _simulate_fit as work
+    from dovetail.sim import files
 
+    if check and (output is not None or name is not None or free is not None):
+        raise ValueError("--check changes nothing: --free, --output and --name are for a fit")
     there = files.load(machine)
-    targets = []
-    for word in table:
-        about, equals, path = word.rpartition("=")
-        targets += tables.load(Path(path).expanduser(), collective=about if equals else None, backend=backend)
+    targets = work.targets(table, backend)
     there.require(max(target.case.ranks for target in targets), "a table")
     if check:
-        found = fitting.Fit(machine=there, free=(), predicted=tuple(fitting.predict(there, targets)))
+        found = work.checked(there, targets)
     else:
         names = None if free is None else [word.strip() for word in free.split(",")]
         note = f"{', '.join(Path(word.rpartition('=')[2]).name for word in table)}, every second size"
-        with progress_bar() as progress:
-            tell = None if progress is None else lambda n, of, rms: progress(n, of, f"error {rms:.4f}")
-            found = fitting.fit(there, targets, free=names, note=note, progress=tell)
+        found = work.fitted(there, targets, names, note)
+    if not check:
+        _print_table(f"refitted constants (simulated, {there.name})", *work.constants(there, found))
+    _print_table(f"error of the model (simulated, {there.name}: {there.title})", *work.errors(found))
+    for line in work.winners(found):
+        print(line)
     new = dataclasses.replace(found.machine, name=name or found.machine.name)
-    _show_fit(there, found, check)
     if output is not None:
         print(f"machine file: {files.write(new, output)}")
-    rows = [
-        {
-            "machine": new.name,
-            "collective": p.target.case.collective,
-            "column": p.target.name,
-            "total_bytes": p.target.case.total_bytes,
-            "figure": p.target.figure.value,
-            "table": p.target.value,
-            "model": p.value,
-            "held_out": p.held_out,
-            "outlier": p.target.outlier,
-            "simulated": True,
-        }
-        for p in found.predicted
-    ]
-    _record("simulate_fit", rows, json)
-
-
-def _show_fit(before: Machine, found: Fit, check: bool) -> None:
-    from dovetail.sim import fit as fitting
-
-    if not check:
-        lines = [[name, f"{before.value(name):.4g}", f"{found.machine.value(name):.4g}"] for name in found.free]
-        _table(before, "refitted constants", ["constant", "before", "after"], lines)
-    parts = {"all": found.predicted}
-    if not check:
-        parts["fitted to"] = tuple(p for p in found.predicted if not p.held_out)
-        parts["held out"] = tuple(p for p in found.predicted if p.held_out)
-    errors = {name: fitting.errors(part) for name, part in parts.items()}
-    _table(before, "error of the model", ["sizes", "entries", "rms log", "within 15%", "within 25%", "phase rows",
-           "within 5 points", "worst"], [[name, *_errors(e)] for name, e in errors.items()])  # fmt: skip
-    sizes, misses = fitting.winners(found.predicted)
-    if sizes:
-        print(f"fastest variant right, or within 5 % of it, at {sizes - len(misses)} of {sizes} sizes")
-        for size, said, fastest in misses:
-            print(f"  {format_bytes(size)}: the model says {said}, the table {fastest}")
-
-
-def _errors(e: Errors) -> list[str]:
-    within = sum(points <= 5 for points in e.worst_points)
-    log = [f"{e.rms_log:.1%}", f"{e.within_15:.0%}", f"{e.within_25:.0%}"] if e.entries else ["-"] * 3
-    points = [f"{within} of {e.rows}", f"{max(e.worst_points):.1f}"] if e.rows else ["-"] * 2
-    return [str(e.entries), *log, str(e.rows), *points]
+    _record("simulate_fit", work.rows(new.name, found), json)
 
 
 def astra(
@@ -339,7 +234,7 @@ def astra(
     size: Annotated[str | None, typer.Option(help="Bytes, as Chakra's comm_size counts them.")] = None,
     workload: Annotated[str | None, typer.Option(metavar="PREFIX", help="Chakra traces PREFIX.0.et, ...")] = None,
     mode: Annotated[str, typer.Option(help="astra: as ASTRA-sim counts; links: real contention.")] = "astra",
-    algorithm: Annotated[str, typer.Option(help="links: direct, ring or dimension.")] = "direct",
+    algorithm: Annotated[str | None, typer.Option(help="links: direct (the default), ring or dimension.")] = None,
     write: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write files that ASTRA-sim can run.")] = None,
     json: _Json = None,
 ) -> None:
@@ -369,7 +264,8 @@ def machines(json: _Json = None) -> None:
         origins = Counter(source.origin for source in there.sources.values())
         counts = {origin.value: origins[origin] for origin in Origin}
         rows.append({"name": name, "title": there.title, "ranks": there.ranks, **counts, "simulated": True})
-    _print_table("machines: ranks, and how many constants are of which origin", list(rows[0])[:-1], rows)
+    title = "simulated machines: ranks, and how many constants are of which origin"
+    _print_table(title, list(rows[0])[:-1], rows)
     _record("simulate_machines", rows, json)
 
 
@@ -377,18 +273,13 @@ def machines(json: _Json = None) -> None:
 
 
 def _words(option: str, text: str, known: tuple[str, ...]) -> list[str]:
-    return [_word(option, word.strip(), known) for word in text.split(",")]
+    return list(dict.fromkeys(_word(option, word.strip(), known) for word in text.split(",")))
 
 
 def _word(option: str, word: str, known: tuple[str, ...]) -> str:
     if word not in known:
         raise ValueError(f"{option}: {word!r} is not known; there are {', '.join(known)}")
     return word
-
-
-def _table(machine: Machine, title: str, headings: list[str], lines: list[list[str]]) -> None:
-    rows = [dict(zip(headings, line, strict=True)) for line in lines]
-    _print_table(f"{title} (simulated, {machine.name}: {machine.title})", headings, rows)
 
 
 def _print_table(title: str, headings: list[str], rows: list[dict[str, Any]]) -> None:

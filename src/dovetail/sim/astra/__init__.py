@@ -8,13 +8,14 @@ from dovetail.sim.astra.chakra import Attribute, CommType, Node, NodeType, Tenso
 from dovetail.sim.astra.closed import closed_form_ns
 from dovetail.sim.astra.model import collective_time_ns
 from dovetail.sim.astra.network import AstraNetwork, Topology
-from dovetail.sim.astra.system import Algorithm, AstraSystem, Collective, Optimization, Policy
+from dovetail.sim.astra.system import Algorithm, AstraSystem, Optimization, Policy
 from dovetail.sim.astra.workload import (
     read_workload,
     workload_time_ns,
     write_collective_workload,
     write_workload,
 )
+from dovetail.sim.net.algorithms import Collective
 
 __all__ = [
     "Algorithm",

@@ -12,8 +12,8 @@ from enum import IntEnum
 from pathlib import Path
 
 from dovetail.sim.astra import wire
-from dovetail.sim.astra.system import Collective
 from dovetail.sim.astra.wire import Field, Table
+from dovetail.sim.net.algorithms import Collective
 
 Value = int | float | bool | str | bytes | tuple[int | float | bool | str | bytes, ...]
 

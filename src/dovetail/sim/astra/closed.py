@@ -6,7 +6,8 @@ from dovetail.errors import NotSupported
 from dovetail.sim.astra.model import as_collective
 from dovetail.sim.astra.network import AstraNetwork
 from dovetail.sim.astra.phases import chunks
-from dovetail.sim.astra.system import AstraSystem, Collective
+from dovetail.sim.astra.system import AstraSystem
+from dovetail.sim.net.algorithms import Collective
 
 
 def closed_form_ns(network: AstraNetwork, system: AstraSystem, collective: Collective | str, size_bytes: int) -> int:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from dovetail.errors import NotSupported
 from dovetail.sim.astra.network import AstraNetwork
 from dovetail.sim.astra.phases import Phase
-from dovetail.sim.astra.system import Algorithm, Collective
+from dovetail.sim.astra.system import Algorithm
+from dovetail.sim.net.algorithms import Collective
 
 
 @dataclass(frozen=True, slots=True)

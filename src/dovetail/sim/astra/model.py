@@ -9,8 +9,9 @@ from dovetail.sim.astra.network import AstraNetwork
 from dovetail.sim.astra.npus import World
 from dovetail.sim.astra.phases import Plan, plan
 from dovetail.sim.astra.queues import run_chunks
-from dovetail.sim.astra.system import AstraSystem, Collective
+from dovetail.sim.astra.system import AstraSystem
 from dovetail.sim.astra.timing import PhaseTime, Undecided, phase_time
+from dovetail.sim.net.algorithms import Collective
 
 MAX_MESSAGES = 5_000_000  #: more than these are not played NPU by NPU
 

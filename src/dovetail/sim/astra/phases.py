@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from dovetail.errors import NotSupported
 from dovetail.sim.astra.network import AstraNetwork
-from dovetail.sim.astra.system import Algorithm, AstraSystem, Collective, Implementation, Optimization
+from dovetail.sim.astra.system import Algorithm, AstraSystem, Implementation, Optimization
+from dovetail.sim.net.algorithms import Collective
 
 MAX_DIMENSIONS = 4  #: ASTRA-sim marks this many as taking part when a trace does not say which do
 

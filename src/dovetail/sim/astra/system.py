@@ -14,15 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dovetail.errors import NotSupported
-
-
-class Collective(StrEnum):
-    """The collectives that ASTRA-sim generates itself."""
-
-    ALL_REDUCE = "all_reduce"
-    ALL_GATHER = "all_gather"
-    REDUCE_SCATTER = "reduce_scatter"
-    ALL_TO_ALL = "all_to_all"
+from dovetail.sim.net.algorithms import Collective
 
 
 class Algorithm(StrEnum):

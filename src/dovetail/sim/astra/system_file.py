@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.errors import NotSupported
-from dovetail.sim.astra.system import AstraSystem, Collective, Optimization, Policy
+from dovetail.sim.astra.system import AstraSystem, Optimization, Policy
+from dovetail.sim.net.algorithms import Collective
 
 _IMPLEMENTATIONS = {f"{name.replace('_', '-')}-implementation": name for name in Collective}
 _WHOLE = {

@@ -14,7 +14,8 @@ from dovetail.errors import NotSupported
 from dovetail.sim.astra.chakra import CommType, Node, NodeType, Trace
 from dovetail.sim.astra.network import AstraNetwork
 from dovetail.sim.astra.phases import Plan, plan
-from dovetail.sim.astra.system import AstraSystem, Collective
+from dovetail.sim.astra.system import AstraSystem
+from dovetail.sim.net.algorithms import Collective
 
 _SUPPORTED = f"compute nodes, invalid nodes, and the collectives {', '.join(Collective)} and broadcast"
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from dovetail.sim.astra.exchange import Exchange, Rule, message_ns, rule
 from dovetail.sim.astra.network import AstraNetwork
 from dovetail.sim.astra.phases import Phase
-from dovetail.sim.astra.system import Algorithm, AstraSystem, Collective
+from dovetail.sim.astra.system import Algorithm, AstraSystem
+from dovetail.sim.net.algorithms import Collective
 
 
 class Undecided(Exception):

@@ -17,9 +17,10 @@ from dovetail.sim.astra.model import alike, as_collective, check_all_ended, chec
 from dovetail.sim.astra.network import AstraNetwork
 from dovetail.sim.astra.npus import Npu, World
 from dovetail.sim.astra.phases import Plan
-from dovetail.sim.astra.system import AstraSystem, Collective
+from dovetail.sim.astra.system import AstraSystem
 from dovetail.sim.astra.tasks import Agenda, Task, tasks
 from dovetail.sim.astra.timing import PhaseTime, Undecided
+from dovetail.sim.net.algorithms import Collective
 
 
 def workload_time_ns(network: AstraNetwork, system: AstraSystem, traces: Trace | Sequence[Trace]) -> list[int]:
