@@ -18,8 +18,9 @@ from dovetail.plan.build import all_gather, all_to_all, reduction, rooted
 from dovetail.plan.build.assembly import Assembly
 from dovetail.plan.step import DType, ReduceOp
 from dovetail.sim import Case, MachineError, Phase, Program, chrome_trace, closed, load, names, plan_of, price
-from dovetail.sim.collectives import collectives, variants
+from dovetail.sim.collectives import collectives, program_of, unit_bytes, variants
 from dovetail.sim.machine import Steps, Threads, Wiring
+from dovetail.sim.replay import native
 
 
 def one_copy(n: int = 1000) -> Plan:
@@ -75,6 +76,23 @@ def test_the_replay_equals_the_closed_form(
         collective=case[0], variant=case[1], total_bytes=chunk * ranks, ranks=ranks, prelaunch=prelaunch
     )
     assert price(plan_of(asked), machine).time_ns == closed.time_ns(machine, asked)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=some.data(), ranks=some.integers(2, 8), factor=some.integers(1, 1 << 20), name=some.sampled_from(names()))
+def test_a_scaled_program_is_that_of_the_plan(data: some.DataObject, ranks: int, factor: int, name: str) -> None:
+    """What is priced is the plan of just this size, although it was not built anew."""
+    collective = data.draw(some.sampled_from(collectives()))
+    steps = native(load(name))
+    case = Case(
+        collective=collective,
+        variant=data.draw(some.sampled_from(variants(collective))),
+        total_bytes=factor * unit_bytes(collective, ranks),
+        ranks=ranks,
+        prelaunch=data.draw(some.booleans()),
+        complete=data.draw(some.booleans()),
+    )
+    assert program_of(case, steps).rings == Program(passes.lower(plan_of(case), steps)).rings
 
 
 BUILDERS: list[Callable[[], Plan]] = [

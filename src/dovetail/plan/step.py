@@ -155,11 +155,15 @@ _BLANK = _absent()
 
 def blank(num_rows: int) -> Rows:
     """`num_rows` rows with every reference absent."""
-    return np.repeat(_BLANK, num_rows)
+    return _BLANK.copy() if num_rows == 1 else np.repeat(_BLANK, num_rows)
 
 
 def _length_of(*parts: Any) -> int:
-    return max((len(p) for p in parts if isinstance(p, (np.ndarray, list, tuple))), default=1)
+    length = None
+    for part in parts:
+        if isinstance(part, (np.ndarray, list, tuple)):
+            length = len(part) if length is None else max(length, len(part))
+    return 1 if length is None else length
 
 
 def _set(rows: Rows, side: str, operand: Operand) -> None:

@@ -77,6 +77,8 @@ _MAKERS: dict[str, dict[str, Callable[[int, int, bool], Plan]]] = {
 #: Collectives whose total is ranks times a piece.
 _PIECES = ("all_gather", "all_to_all", "reduce_scatter")
 _REDUCES = ("all_reduce", "reduce_scatter")
+#: Collectives whose plans never cut a piece.
+_WHOLE = ("all_gather", "all_to_all", "reduce_scatter", "broadcast", COPY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,5 +153,12 @@ def plan_of(case: Case) -> Plan:
 
 @lru_cache(maxsize=1024)
 def program_of(case: Case, steps: frozenset[Op]) -> Program:
-    """The plan of a case in `steps`, ready to be replayed; kept, since fits price the same plans again and again."""
-    return Program(passes.lower(plan_of(case), steps))
+    """The plan of a case in `steps`, ready to be replayed; kept, since fits price the same plans again and again.
+
+    Plans that copy whole pieces differ between sizes in nothing but a factor: they are built once.
+    """
+    unit = unit_bytes(case.collective, case.ranks)
+    if case.collective not in _WHOLE or case.total_bytes <= unit or case.total_bytes % unit:
+        return Program(passes.lower(plan_of(case), steps))
+    smallest = program_of(dataclasses.replace(case, total_bytes=unit), steps)
+    return smallest.scaled(case.total_bytes // unit)

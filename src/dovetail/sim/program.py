@@ -7,6 +7,7 @@ overlap, and whom it crosses. Parameters are bound here.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from bisect import bisect_left, insort
 from collections.abc import Mapping
@@ -123,6 +124,12 @@ class Program:
         source = (src, *(c[name][at] for name in names)) if op in (Op.COPY, Op.BROADCAST) else ()
         return Move(at, op, size, reads, writes, pairs, drains, step, source)
 
+    def scaled(self, factor: int) -> Program:
+        """The program of the same plan with every size and offset `factor` times as large."""
+        made = copy.copy(self)
+        made.rings = [dataclasses.replace(r, actions=[_scaled(a, factor) for a in r.actions]) for r in self.rings]
+        return made
+
     def widened(self, ways: int) -> list[Ring]:
         """The rings where a broadcast reaches `ways` destinations: copies of one source become one command."""
         return self.rings if ways <= 2 else [_widened(ring, ways) for ring in self.rings]
@@ -135,6 +142,15 @@ class Program:
                 for pair in move.pairs if kind is Kind.MOVE else ():
                     table[pair] = table.get(pair, 0) + move.size_bytes
         return table
+
+
+def _scaled(action: Action, factor: int) -> Action:
+    kind, move = action
+    if kind is not Kind.MOVE:
+        return action
+    m: Move = move
+    source = (*m.source[:2], m.source[2] * factor, m.source[3] * factor, m.source[4]) if m.source else ()
+    return kind, Move(m.number, m.op, m.size_bytes * factor, m.reads, m.writes, m.pairs, m.drains, m.step, source)
 
 
 def _widened(ring: Ring, ways: int) -> Ring:

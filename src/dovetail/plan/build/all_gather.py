@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from dovetail.plan import step as st
 from dovetail.plan.build.assembly import Assembly
 from dovetail.plan.build.ring import Chunks
@@ -15,9 +17,8 @@ from dovetail.plan.plan import Plan, Role, Space
 
 
 def _goal(a: Assembly, inp: int, out: int, n: int) -> None:
-    for r in range(a.world):
-        for i in range(a.world):
-            a.goal(st.copy((i, inp, 0), (r, out, i * n), n))
+    r, i = np.divmod(np.arange(a.world**2), a.world)
+    a.goal(st.copy((i, inp, 0), (r, out, i * n), n))
 
 
 def pcpy(world: int, size_bytes: int, *, own_copy: bool = True) -> Plan:
@@ -63,9 +64,8 @@ def _direct_buffers(a: Assembly, n: int, own_copy: bool) -> tuple[int, int]:
         _goal(a, inp, out, n)
         return inp, out
     data = a.buffer("data", Role.INOUT, n * a.world)
-    for r in range(a.world):
-        for i in range(a.world):
-            a.goal(st.copy((i, data, i * n), (r, data, i * n), n))
+    r, i = np.divmod(np.arange(a.world**2), a.world)
+    a.goal(st.copy((i, data, i * n), (r, data, i * n), n))
     return data, data
 
 

@@ -18,9 +18,8 @@ from dovetail.plan.step import UNBOUNDED
 
 
 def _goal(a: Assembly, inp: int, out: int, n: int) -> None:
-    for r in range(a.world):
-        for i in range(a.world):
-            a.goal(st.copy((i, inp, r * n), (r, out, i * n), n))
+    r, i = np.divmod(np.arange(a.world**2), a.world)
+    a.goal(st.copy((i, inp, r * n), (r, out, i * n), n))
 
 
 def pcpy(world: int, size_bytes: int, *, own_copy: bool = True) -> Plan:
@@ -32,9 +31,9 @@ def pcpy(world: int, size_bytes: int, *, own_copy: bool = True) -> Plan:
     if own_copy:
         _goal(a, inp, out, n)
     else:
-        for i in range(world):
-            for j in a.peers(i):
-                a.goal(st.copy((i, inp, j * n), (j, out, i * n), n))
+        of, to = np.divmod(np.arange(world**2), world)
+        of, to = of[of != to], to[of != to]
+        a.goal(st.copy((of, inp, to * n), (to, out, of * n), n))
     done = a.pair_signals("done")
     for i in range(world):
         own = [st.copy((i, inp, i * n), (i, out, i * n), n)] if own_copy else []

@@ -18,7 +18,8 @@ from dovetail.plan.step import NONE, Op, Rows
 
 def lower(plan: Plan, native: Collection[Op]) -> Plan:
     """A plan that uses only `native` ops for its moves. REDUCE can't be lowered: engines do no arithmetic."""
-    present = {Op(int(o)) for q in plan.queues for o in np.unique(q.steps["op"])}
+    used = np.bincount(np.concatenate([np.zeros(0, np.uint8), *(q.steps["op"] for q in plan.queues)]))
+    present = {Op(o) for o in np.flatnonzero(used).tolist()}
     missing = {op for op in present if op in st.MOVES and op not in native}
     if Op.REDUCE in missing or (missing and Op.COPY not in native):
         raise NotSupported(f"plan {plan.name}: no way to run {', '.join(sorted(o.name for o in missing))} here")
