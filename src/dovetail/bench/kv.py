@@ -1,7 +1,7 @@
 """`dovetail bench kv`: blocks of a paged KV cache between host memory and a GPU (or host memory), by path.
 
 Owns the rows. Block ids and slots are random; beside every path stands what one contiguous copy per block of the same
-bytes reaches (`contiguous`), the most that any path can. Contenders are timed in turn, round by round, and each is
+bytes reaches (`contiguous`). Contenders are timed in turn, round by round, and each is
 checked on poisoned rows before and after.
 """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import numpy as np
@@ -11,35 +10,45 @@ from numpy.typing import NDArray
 from dovetail.errors import NotSupported
 
 Ints = NDArray[np.int64]
-_VECTOR_BYTES = 16
-_BLOCK, _NUM_WARPS = 1024, 8
+_VECTOR_BYTES, _WORD_BYTES = 16, 8
+#: A tile is a whole row up to this: the link needs some 200 KB under way, and each program has one tile.
+_MOST_WORDS = 4096
+_NUM_WARPS = 8
 #: vLLM 0.32 takes as many for pages below 28 KiB.
 PROGRAMS = 12
 
 
-def launch(dst: Ints, src: Ints, length: Ints, stream: int, device: int, programs: int = PROGRAMS) -> list[Any]:
-    """Puts the copies into a raw stream; returns what must stay alive until they have landed.
+def launch(table: Ints, width: Ints, rows: Ints, stream: int, device: int, programs: int = PROGRAMS) -> list[Any]:
+    """Puts strided copies into a raw stream; returns what must stay alive until they have landed.
+
+    Args:
+        table: destination, its pitch, source, its pitch: a column for each copy, of `rows` rows of `width` bytes.
 
     Raises:
-        NotSupported: there is no Triton, or an address or length is not a multiple of 16 bytes.
+        NotSupported: there is no Triton, or an address, pitch or width is not a multiple of 16 bytes.
     """
-    if importlib.util.find_spec("triton") is None:
-        raise NotSupported("the path kernel needs Triton: pip install 'dovetail-ml[gpu]'")
-    if ((dst | src | length) % _VECTOR_BYTES).any():
+    try:
+        from dovetail.kv.kernels.gather import gather_kernel
+    except ImportError:
+        raise NotSupported("the path kernel needs Triton: pip install 'dovetail-ml[gpu]'") from None
+    if ((table | width) % _VECTOR_BYTES).any():
         raise NotSupported(f"the path kernel moves whole multiples of {_VECTOR_BYTES} bytes; use dma-2d for these rows")
+    if not len(width):
+        return []
     import torch
 
-    from dovetail.kv.kernels.gather import gather_kernel
-
     held: list[Any] = []
+    shape = width * (int(rows.max()) + 1) + rows
     external: Any = torch.cuda.ExternalStream
     with torch.cuda.device(device), torch.cuda.stream(external(stream)):
-        for size in np.unique(length).tolist():
-            mine = length == size
-            tables = torch.from_numpy(np.stack([dst[mine], src[mine]])).pin_memory()
-            there = tables.to("cuda", non_blocking=True)
-            held += [tables, there]
+        for one in np.unique(shape).tolist():  # a launch for all copies of the same shape
+            mine = shape == one
+            size, number = int(width[mine][0]), int(rows[mine][0])
+            here = torch.from_numpy(np.ascontiguousarray(table[:, mine])).pin_memory()
+            there = here.to("cuda", non_blocking=True)
+            held += [here, there]
+            words = min(1 << (size // _WORD_BYTES - 1).bit_length(), _MOST_WORDS)
             gather_kernel[(programs,)](
-                there[0], there[1], there.shape[1], size // _VECTOR_BYTES, BLOCK=_BLOCK, num_warps=_NUM_WARPS
+                there, there.shape[1], number, size // _VECTOR_BYTES, BLOCK=words, num_warps=_NUM_WARPS
             )
     return held

@@ -133,9 +133,10 @@ class GpuMover:
     def _gathered(self, direction: Direction, table: Table, stream: int) -> list[Any]:
         from dovetail.kv import gather
 
-        device, piece, host, length = linear(table)
-        dst, src = self._sides(direction, device, piece, host)
-        return gather.launch(dst, src, length, stream, self._device.index)
+        dst, src = self._sides(direction, table.device, table.piece, table.host)
+        pitches = (table.device_pitch, table.host_pitch)
+        to, of = pitches if direction is Direction.FETCH else pitches[::-1]
+        return gather.launch(np.stack([dst, to, src, of]), table.width, table.rows, stream, self._device.index)
 
     def _looped(self, direction: Direction, table: Table, stream: int) -> None:
         device, piece, host, length = linear(table)
