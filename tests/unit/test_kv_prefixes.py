@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from tests.standin import build
 
-from dovetail.errors import HardwareError
+from dovetail.errors import HardwareError, Timeout
 from dovetail.hw.gpu.cuda import CudaDriver
 from dovetail.hw.gpu.device import Device
+from dovetail.hw.gpu.driver import WAIT, WORD
 from dovetail.kv.handles import PoolFull
 from dovetail.kv.layout import layer_outermost
 from dovetail.kv.mover import Path
@@ -137,6 +138,51 @@ def test_a_prefix_that_is_being_stored_is_not_served(device: Device) -> None:
     assert rig.kept.pool.lookup(keys) == 1
     rig.kept.close()
     rig.kept.close()
+
+
+@pytest.mark.parametrize("direction", ["store", "fetch"])
+def test_slots_of_a_transfer_that_failed_half_way_wait_until_nothing_is_under_way(
+    direction: str, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig("dma-2d", device)
+    prompt = list(range(48))
+    if direction == "fetch":
+        rig.kept.store(prompt, [0, 5, 10]).wait()
+    copy, calls = device.driver.copy_rows, []
+
+    def fails(*arguments: int) -> None:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise HardwareError("the driver refused")
+        copy(*arguments)
+
+    monkeypatch.setattr(device.driver, "copy_rows", fails)
+    busy = [True]
+    monkeypatch.setattr(rig.kept._mover, "is_idle", lambda direction: not busy[0])
+    with pytest.raises(HardwareError, match="the driver refused"):
+        getattr(rig.kept, direction)(prompt, [0, 5, 10])
+    held = rig.kept.stats()
+    assert (held.quarantined if direction == "store" else held.held) == 3
+    busy[0] = False
+    after = rig.kept.stats()
+    assert (after.quarantined, after.held, after.writing) == (0, 0, 0)
+    monkeypatch.undo()
+    rig.kept.close()
+
+
+def test_closing_waits_no_longer_than_it_is_told(device: Device) -> None:
+    rig = Rig("dma-2d", device)
+    word = device.pinned(64)
+    held = np.zeros(1, WORD)
+    held["kind"], held["address"], held["value"] = WAIT, word.address, 1
+    caller = device.driver.stream_create()
+    device.driver.stream_words(held, caller)
+    rig.kept.store(list(range(16)), [0], after=[caller])
+    with pytest.raises(Timeout):
+        rig.kept.close(0.05)
+    word.array.view(np.uint64)[0] = 1
+    rig.kept.close()
+    device.driver.stream_destroy(caller)
 
 
 def test_a_pool_without_room_for_a_block() -> None:

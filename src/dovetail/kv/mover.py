@@ -63,6 +63,7 @@ class GpuMover:
         self._cache, self._pieces = cache, np.array(pieces, np.int64)
         self._entries = min(entries_per_call, device.caps.most_batched or entries_per_call)
         self._streams = {direction: self._driver.stream_create() for direction in Direction}
+        self._tables: list[GpuTransfer] = []  # that hold tables for kernels: torch frees those before their streams go
         self._closed = False
 
     def submit(
@@ -81,7 +82,8 @@ class GpuMover:
 
         Raises:
             ValueError: an unknown path, or the mover is closed.
-            NotSupported: the driver has no batched copies.
+            NotSupported: the driver has no batched copies, or the path kernel can't move these rows.
+            HardwareError: the driver refused; some copies may be under way, until `is_idle`.
         """
         direction, path = Direction(direction), Path(path)
         if self._closed:
@@ -105,7 +107,14 @@ class GpuMover:
                 self._looped(direction, table, stream)
             case Path.CPU:
                 raise ValueError("a cache in a GPU's memory can't be reached by the path cpu")
-        return GpuTransfer(self._device, stream, direction, path, table.size_bytes, held)
+        made = GpuTransfer(self._device, stream, direction, path, table.size_bytes, held)
+        self._tables = [t for t in self._tables if not t.is_over()] + ([made] if held else [])
+        return made
+
+    def is_idle(self, direction: Direction | str) -> bool:
+        """True if nothing is under way in this direction."""
+        self._device.enter()
+        return self._closed or self._driver.stream_done(self._streams[Direction(direction)])
 
     def _sides(self, direction: Direction, device: Ints, piece: Ints, host: Ints) -> tuple[Ints, Ints]:
         """(destination, source) addresses."""
@@ -145,14 +154,19 @@ class GpuMover:
         for d, s, n in zip(dst.tolist(), src.tolist(), length.tolist(), strict=True):
             copy(d, s, n, stream)
 
-    def close(self) -> None:
-        """Waits for what is under way and gives the streams back. Safe to call twice."""
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Waits for what is under way and gives the streams back. Safe to call twice; raises `Timeout`."""
+        deadline = time.monotonic() + timeout_s
+        while not all(self.is_idle(direction) for direction in Direction):
+            if time.monotonic() > deadline:
+                raise Timeout(f"copies were under way for {timeout_s:g} s after the mover was to be closed; they go on")
+            time.sleep(_PAUSE_S)
         if self._closed:
             return
         self._closed = True
-        self._device.enter()
+        for transfer in self._tables:
+            transfer.is_over()
         for stream in self._streams.values():
-            self._driver.stream_synchronize(stream)
             self._driver.stream_destroy(stream)
 
     def __enter__(self) -> GpuMover:
@@ -224,6 +238,10 @@ class CpuMover:
             else:
                 here[...] = there
         return CpuTransfer()
+
+    def is_idle(self, direction: Direction | str) -> bool:
+        """Always: what it moves, it moves before it returns."""
+        return True
 
 
 def _strides(memory: Any, offset: int, width: int, rows: int, pitch: int) -> Any:

@@ -34,6 +34,9 @@ class Mover(Protocol):
         self, direction: Direction | str, table: Table, path: Path | str = ..., *, after: Sequence[int] = ()
     ) -> Transfer: ...
 
+    def is_idle(self, direction: Direction | str) -> bool:
+        """True if nothing is under way in this direction, also after a `submit` that failed."""
+
 
 class Move:
     """A store or a fetch under way. It ends by itself when somebody asks; `wait` asks until then."""
@@ -129,7 +132,7 @@ class Prefixes:
         try:
             return self._begin(Direction.STORE, mine[begun.indices], begun, begun.commit, after)
         except BaseException:
-            begun.abort()
+            begun.abort(lambda: self._mover.is_idle(Direction.STORE))  # some of the copies may be under way
             raise
 
     def fetch(
@@ -147,7 +150,7 @@ class Prefixes:
         try:
             return self._begin(Direction.FETCH, mine[: len(begun)], begun, begun.release, after)
         except BaseException:
-            begun.release()
+            begun.release(lambda: self._mover.is_idle(Direction.FETCH))
             raise
 
     def _begin(
@@ -178,7 +181,7 @@ class Prefixes:
             move.wait(timeout_s)
         self._moves = []
         if isinstance(self._mover, GpuMover):
-            self._mover.close()
+            self._mover.close(timeout_s)
         self.pool.close()
 
     def __enter__(self) -> Prefixes:
