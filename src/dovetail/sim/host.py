@@ -30,7 +30,7 @@ class Launched:
 class Host:
     """The submitting threads of a machine."""
 
-    def __init__(self, machine: Machine, world: int, causes: Causes, show: Show) -> None:
+    def __init__(self, machine: Machine, world: int, causes: Causes, show: Show | None) -> None:
         self._costs, self._causes, self._show = machine.host, causes, show
         self._schedule_ns = round(machine.engine.schedule_ns)
         self._one = machine.host.threads is Threads.ONE
@@ -44,7 +44,7 @@ class Host:
         """Submits all rings, rank after rank; or, if they were queued beforehand, opens the gates."""
         done = Launched([], [], {})
         for thread in self._threads:
-            mine = [n for n, ring in enumerate(rings) if ring.actions and self.thread_of(ring.rank) == thread]
+            mine = [n for n, ring in enumerate(rings) if ring.actions and (self._one or ring.rank == thread)]
             mine.sort(key=lambda n: rings[n].rank)
             if prelaunched:
                 done.rings.extend((n, START) for n in mine)
@@ -59,7 +59,8 @@ class Host:
             cost = self._costs.submit_ns + max(rings[n].commands - 1, 0) * self._costs.command_ns
             begin, at = at, at + round(cost + (self._costs.switch_ns if len(mine) > 1 else 0))
             last = self._causes.add(at, last, Phase.CONTROL)
-            self._show(self._track(thread), f"submit rank {rings[n].rank} {rings[n].name}", begin, at)
+            if self._show:
+                self._show(self._track(thread), f"submit rank {rings[n].rank} {rings[n].name}", begin, at)
             taken.append((n, self._causes.add(at + self._schedule_ns, last, Phase.SCHEDULE)))
         return last
 
@@ -69,7 +70,8 @@ class Host:
             if signal.kind is SignalKind.GATE and self.thread_of(signal.rank) == thread:
                 begin, at = at, at + round(self._costs.trigger_ns)
                 last = self._causes.add(at, last, Phase.CONTROL)
-                self._show(self._track(thread), f"open gate {signal.rank}", begin, at)
+                if self._show:
+                    self._show(self._track(thread), f"open gate {signal.rank}", begin, at)
                 gates.append((number, last))
         return last
 
@@ -78,11 +80,12 @@ class Host:
         end = START
         observe_ns = round(self._costs.observe_ns)
         for thread, last in watching.items():
-            for arrived in sorted(arrivals.get(thread, ()), key=lambda moment: self._causes.when_ns[moment]):
+            for arrived in sorted(arrivals.get(thread, ()), key=self._causes.when_ns.__getitem__):
                 cause = self._causes.later(last, arrived)
                 begin = self._causes.when_ns[cause]
                 last = self._causes.add(begin + observe_ns, cause, Phase.SYNC)
-                self._show(self._track(thread), "notice", begin, begin + observe_ns)
+                if self._show:
+                    self._show(self._track(thread), "notice", begin, begin + observe_ns)
             end = self._causes.later(last, end)
         return end
 

@@ -29,8 +29,7 @@ class Kind(IntEnum):
     WAIT = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """A command that moves bytes, or a reduction."""
 
     number: int  #: in the program
@@ -80,25 +79,25 @@ class Program:
     def _ring(self, rank: int, engine: int, name: str, first: int, length: int) -> Ring:
         c = self._columns
         ops = c["op"][first : first + length]
+        moves = [n for n, op in enumerate(ops) if op in _MOVES]
         body = length
         while body and ops[body - 1] in _SILENT:
             body -= 1
-        if all(op in _SILENT for op in ops[:body]):
+        if not moves and Op.SIGNAL not in ops[:body]:
             body = 0
+        pending = _Pending(self.plan) if len(moves) > 1 else None
+        signal, value = c["signal"], c["value"]
         actions: list[Action] = []
-        pending = _Pending(self.plan) if sum(op in _MOVES for op in ops) > 1 else None
-        commands = 0
         for n in range(body):
-            op, at = ops[n], first + n
+            op = ops[n]
             if op in _MOVES:
-                actions.append((Kind.MOVE, self._move(at, n, pending)))
-                commands += 1
+                actions.append((Kind.MOVE, self._move(first + n, n, pending)))
             elif op in _WORDS:
-                actions.append((_WORDS[op], (c["signal"][at], c["value"][at])))
-        waits = [(c["signal"][first + n], c["value"][first + n]) for n in range(body, length) if ops[n] == Op.WAIT]
-        own = [self.plan.signals[signal].kind is SignalKind.GATE for signal, _ in waits]  # the host opened it itself
-        waits = [word for word, opened in zip(waits, own, strict=True) if not opened]
-        return Ring(rank, engine, name, actions, waits, commands)
+                actions.append((_WORDS[op], (signal[first + n], value[first + n])))
+        waits = [(signal[first + n], value[first + n]) for n in range(body, length) if ops[n] == Op.WAIT]
+        if self.prelaunched:  # the host opens the gates itself
+            waits = [word for word in waits if self.plan.signals[word[0]].kind is not SignalKind.GATE]
+        return Ring(rank, engine, name, actions, waits, len(moves))
 
     def _move(self, at: int, step: int, pending: _Pending | None) -> Move:
         c = self._columns
@@ -158,9 +157,7 @@ def _widened(ring: Ring, ways: int) -> Ring:
     for kind, what in ring.actions:
         last = actions[-1][1] if actions and actions[-1][0] is Kind.MOVE else None
         if kind is Kind.MOVE and last is not None and _joins(last, what, ways):
-            both = dataclasses.replace(
-                last, op=Op.BROADCAST, writes=last.writes + what.writes, pairs=last.pairs + what.pairs
-            )
+            both = last._replace(op=Op.BROADCAST, writes=last.writes + what.writes, pairs=last.pairs + what.pairs)
             actions[-1] = (kind, both)
         else:
             actions.append((kind, what))

@@ -103,7 +103,7 @@ class _Replay:
         self.spans: list[Span] | None = [] if timeline else None
         self.causes = Causes()
         self.when_ns = self.causes.when_ns
-        self.host = Host(machine, self.plan.world, self.causes, self._show)
+        self.host = Host(machine, self.plan.world, self.causes, self._show if timeline else None)
         self.resources = Resources(machine, self.plan.world, self.rings, program.num_rows)
         self.flows = Flows(self.resources.capacity)
         self.flowing: list[tuple[int, Move, int]] = []  # by number of flow: ring, move, moment of its start
@@ -293,21 +293,20 @@ class _Replay:
         begin_ns, latency_ns = self.when_ns[start], self.resources.latency_ns(move)
         landed = self.causes.add(end_ns + latency_ns, start, Phase.COPY)
         self._post(end_ns + latency_ns, _LAND, n, landed)
-        rank, engine = self.engine_of[n]
-        track = f"rank {rank} cores"
         if move.op is not Op.REDUCE:
-            track = f"rank {rank} engine {engine}"
             free = self.causes.add(max(end_ns, begin_ns + self.command_ns), start, Phase.COPY)
             self._post(self.when_ns[free], _FREE, n, free)
         if self.spans is not None:
+            rank, engine = self.engine_of[n]
+            track = f"rank {rank} cores" if move.op is Op.REDUCE else f"rank {rank} engine {engine}"
             what = f"{move.op.name.lower()} {move.size_bytes} B"
             self._show(track, what, begin_ns, end_ns, move.size_bytes)
             for track in _tracks(self.machine.link.wiring, move.pairs):
                 self._show(track, what, begin_ns + latency_ns, end_ns + latency_ns, move.size_bytes)
 
     def _show(self, track: str, name: str, begin_ns: int, end_ns: int, size_bytes: int = 0) -> None:
-        if self.spans is not None:
-            self.spans.append(Span(track=track, name=name, begin_ns=begin_ns, end_ns=end_ns, size_bytes=size_bytes))
+        assert self.spans is not None
+        self.spans.append(Span(track=track, name=name, begin_ns=begin_ns, end_ns=end_ns, size_bytes=size_bytes))
 
     # --- signals -----------------------------------------------------------------------------------------------------
 

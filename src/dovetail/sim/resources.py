@@ -7,7 +7,7 @@ less, is left out beforehand: on a fully connected node every link has one engin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from dovetail.plan.step import Op
 from dovetail.sim.flows import Use
@@ -30,6 +30,8 @@ class Resources:
         cores = [machine.compute.reduce_gbps] * world
         self._memory, self._cores = len(links), len(links) + len(memories)
         self.capacity = [*links, *memories, *cores]  #: bytes per ns
+        self._copy_gbps, self._paired_gbps = machine.engine.copy_gbps, machine.engine.paired_gbps
+        self._cache_bytes = machine.memory.cache_bytes
         self._of: list[tuple[float, tuple[Use, ...]]] = [(1.0, ())] * num_rows  # by number of move
         self._find(rings)
 
@@ -60,25 +62,23 @@ class Resources:
         return (a, self._world + b) if self._machine.link.wiring is Wiring.SWITCH else ()
 
     def _all(self, move: Move) -> tuple[float, list[Use]]:
+        """Its cap, and everything that it uses."""
+        used = [link for a, b in move.pairs for link in self._links(a, b)]
+        if move.size_bytes > self._cache_bytes:
+            used += [self._memory + (0 if self._shared else rank) for rank in (*move.reads, *move.writes)]
         weight: dict[int, float] = {}
-
-        def use(resources: Iterable[int], amount: float = 1.0) -> None:
-            for r in resources:
-                weight[r] = weight.get(r, 0.0) + amount
-
-        for a, b in move.pairs:
-            use(self._links(a, b))
-        for rank in (*move.reads, *move.writes) if move.size_bytes > self._machine.memory.cache_bytes else ():
-            use((self._memory + (0 if self._shared else rank),))
-        engine = self._machine.engine
-        cap = engine.copy_gbps
+        for r in used:
+            weight[r] = weight.get(r, 0.0) + 1.0
+        cap = self._copy_gbps
         if move.op is Op.REDUCE:
             cap = math.inf
-            use((self._cores + move.writes[0],), len(move.reads) + 1)
+            weight[self._cores + move.writes[0]] = len(move.reads) + 1.0
         elif len(move.writes) > 1:
-            cap = engine.paired_gbps / len(move.writes)
-        alone = min((self.capacity[r] / w for r, w in weight.items()), default=math.inf)
-        return min(cap, alone), list(weight.items())
+            cap = self._paired_gbps / len(move.writes)
+        for r, w in weight.items():
+            if self.capacity[r] < cap * w:
+                cap = self.capacity[r] / w
+        return cap, list(weight.items())
 
     def _find(self, rings: Sequence[Ring]) -> None:
         """What each move uses, without what its users can't fill together; an engine has one move at a time."""
