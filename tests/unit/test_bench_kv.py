@@ -45,7 +45,8 @@ def test_on_a_stand_in_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     rows = record.read(out, kind="bench").rows
     paths = {row["path"] for row in rows}
     assert paths == {
-        "contiguous", "dma-2d", "dma-loop", "dma-batch 128", "dma-batch 512", "dma-batch 2048", "dma-batch one call",
+        "contiguous", "auto", "dma-2d", "dma-loop", "dma-batch 128", "dma-batch 512", "dma-batch 2048",
+        "dma-batch one call",
     }  # fmt: skip
     assert all(row["correct"] for row in rows)
 

@@ -14,9 +14,10 @@ from dovetail.errors import Timeout
 from dovetail.hw.gpu.cuda import CudaDriver
 from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.driver import WAIT, WORD
+from dovetail.kv.choose import Path
 from dovetail.kv.layout import Layout, block_outermost, layer_outermost
 from dovetail.kv.models import MODELS, model
-from dovetail.kv.mover import CpuMover, GpuMover, Path, linear
+from dovetail.kv.mover import CpuMover, GpuMover, linear
 from dovetail.kv.planner import Direction, Pieces, table
 
 LAYOUTS = [
@@ -62,7 +63,7 @@ class Rig:
         return cache, parts
 
 
-@pytest.mark.parametrize("path", [Path.DMA_2D, Path.DMA_BATCH, Path.DMA_LOOP])
+@pytest.mark.parametrize("path", [Path.AUTO, Path.DMA_2D, Path.DMA_BATCH, Path.DMA_LOOP])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_every_path_moves_the_same_bytes(device: Device, layout: Layout, path: Path) -> None:
     rig = Rig(device, layout, 7)

@@ -14,9 +14,9 @@ from dovetail.errors import HardwareError, Timeout
 from dovetail.hw.gpu.cuda import CudaDriver
 from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.driver import WAIT, WORD
+from dovetail.kv.choose import Path
 from dovetail.kv.handles import PoolFull
 from dovetail.kv.layout import layer_outermost
-from dovetail.kv.mover import Path
 from dovetail.kv.prefixes import Prefixes
 
 LAYOUT = layer_outermost("x", num_layers=4, row_bytes=64, num_blocks=32, split=True)
@@ -55,7 +55,7 @@ class Rig:
         return self.rows(block)
 
 
-KINDS = ["cpu", "dma-2d", "dma-batch", "dma-loop"]
+KINDS = ["cpu", "auto", "dma-2d", "dma-batch", "dma-loop"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

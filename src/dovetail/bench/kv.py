@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from dovetail.kv.choose import Path
 from dovetail.kv.layout import Layout, block_outermost
 from dovetail.kv.models import Model
-from dovetail.kv.mover import CpuMover, GpuMover, Path, Transfer
+from dovetail.kv.mover import CpuMover, GpuMover, Transfer
 from dovetail.kv.planner import Direction, Pieces, Table, table
 from dovetail.measure.stats import median
 
@@ -276,7 +277,7 @@ class GpuPlace:
 
     def paths(self) -> tuple[str, ...]:
         """The forms that copy engines know."""
-        forms: tuple[str, ...] = (Path.DMA_2D, Path.DMA_BATCH, Path.DMA_LOOP)
+        forms: tuple[str, ...] = (Path.AUTO, Path.DMA_2D, Path.DMA_BATCH, Path.DMA_LOOP)
         return (*forms, Path.KERNEL) if self._session.has_torch else forms
 
     def begin(self, cache_bytes: int, pool_bytes: int) -> None:

@@ -40,7 +40,7 @@ def bench(backend: str, asked: Asked, bounds: Bounds, json: Path | None) -> None
     from dovetail.bench import kv
     from dovetail.cli import _gpu
     from dovetail.cli.bench import progress_bar
-    from dovetail.kv.mover import Path as Form
+    from dovetail.kv.choose import Path as Form
 
     facts: dict[str, Any] | None = None
     if backend == "cuda":

@@ -76,7 +76,7 @@ def bench(
     layout: Annotated[str | None, typer.Option(help="kv: models such as llama-8b,llama-70b-tp4,mla, or all.")] = None,
     tokens: Annotated[str | None, typer.Option(help="kv: how many tokens are fetched and stored: 1K,8K.")] = None,
     cache: Annotated[str | None, typer.Option(help="kv: size of the cache: 2G.")] = None,
-    path: Annotated[str | None, typer.Option(help="kv: dma-2d, dma-batch, dma-loop, kernel, cpu, or all.")] = None,
+    path: Annotated[str | None, typer.Option(help="kv: auto, dma-2d, dma-batch, dma-loop, kernel, cpu, all.")] = None,
     outermost: Annotated[str | None, typer.Option(help="kv: layer or block.")] = None,
     json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write a record to FILE.")] = None,
 ) -> None:

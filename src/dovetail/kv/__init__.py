@@ -4,9 +4,9 @@
 them. Importing this package loads no torch and touches no driver.
 """
 
+from dovetail.kv.choose import Path
 from dovetail.kv.handles import NotStored, PoolError, PoolFull
 from dovetail.kv.layout import Group, Layout, block_outermost, layer_outermost, of_tensors
-from dovetail.kv.mover import Path
 from dovetail.kv.prefixes import Move, Prefixes
 
 __all__ = [

@@ -1,6 +1,6 @@
 """Runs the copies of a plan: by a GPU's copy engines, in one of several forms, or by the CPU.
 
-Owns the forms (`Path`) and the ordering rules, in one place: a transfer begins after what the caller's stream has been
+Owns the ordering rules, in one place: a transfer begins after what the caller's stream has been
 given so far (readers of what is overwritten, writers of what is read), and a stream that joins it goes on after its
 last byte. Submitting returns at once: the engines work while Python issues the rest.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from enum import StrEnum
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,20 +17,11 @@ from numpy.typing import NDArray
 from dovetail.errors import Timeout
 from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.driver import SourceOrder
+from dovetail.kv.choose import H200, Choice, Costs, Path, choose
 from dovetail.kv.planner import Direction, Table
 
 Ints = NDArray[np.int64]
 _PAUSE_S = 50e-6
-
-
-class Path(StrEnum):
-    """How bytes are moved."""
-
-    DMA_2D = "dma-2d"  #: a strided copy for each block: few descriptors, no compute cores
-    DMA_BATCH = "dma-batch"  #: a linear copy for each row, many to a call
-    DMA_LOOP = "dma-loop"  #: a linear copy for each row, a call each
-    KERNEL = "kernel"  #: a kernel that gathers rows: it takes multiprocessors
-    CPU = "cpu"  #: plain memory copies
 
 
 class Transfer(Protocol):
@@ -54,13 +44,19 @@ def linear(table: Table) -> tuple[Ints, Ints, Ints, Ints]:
 class GpuMover:
     """Copies between a cache in a GPU's memory and pinned pieces of host memory."""
 
-    def __init__(self, device: Device, cache: int, pieces: Sequence[int], *, entries_per_call: int = 512) -> None:
-        """`cache`: the address at which the layout begins; `pieces`: the address of each piece of host memory."""
+    def __init__(
+        self, device: Device, cache: int, pieces: Sequence[int], *, entries_per_call: int = 512, costs: Costs = H200
+    ) -> None:
+        """`cache`: the address at which the layout begins; `pieces`: the address of each piece of host memory.
+
+        `costs`: what `auto` estimates by.
+        """
         if entries_per_call < 1:
             raise ValueError(f"entries_per_call must be at least 1, not {entries_per_call}")
         device.enter()
         self._device, self._driver = device, device.driver
         self._cache, self._pieces = cache, np.array(pieces, np.int64)
+        self._costs = costs
         self._entries = min(entries_per_call, device.caps.most_batched or entries_per_call)
         self._streams = {direction: self._driver.stream_create() for direction in Direction}
         self._tables: list[GpuTransfer] = []  # that hold tables for kernels: torch frees those before their streams go
@@ -88,6 +84,9 @@ class GpuMover:
         direction, path = Direction(direction), Path(path)
         if self._closed:
             raise ValueError("the mover is closed")
+        choice = Choice(path=path, entries_per_call=entries_per_call or self._entries, reason="asked for")
+        if path is Path.AUTO:
+            choice = choose(table, self._costs, batches=self._device.caps.batched_copy)
         self._device.enter()
         stream = self._streams[direction]
         for other in after:
@@ -96,18 +95,18 @@ class GpuMover:
             self._driver.stream_wait_event(stream, event)
             self._device.give_event(event)
         held: list[Any] = []
-        match path:
+        match choice.path:
             case Path.KERNEL:
                 held = self._gathered(direction, table, stream)
             case Path.DMA_2D:
                 self._strided(direction, table, stream)
             case Path.DMA_BATCH:
-                self._batched(direction, table, stream, entries_per_call or self._entries)
+                self._batched(direction, table, stream, choice.entries_per_call)
             case Path.DMA_LOOP:
                 self._looped(direction, table, stream)
-            case Path.CPU:
-                raise ValueError("a cache in a GPU's memory can't be reached by the path cpu")
-        made = GpuTransfer(self._device, stream, direction, path, table.size_bytes, held)
+            case _:
+                raise ValueError(f"a cache in a GPU's memory can't be reached by the path {path}")
+        made = GpuTransfer(self._device, stream, direction, choice, table.size_bytes, held)
         self._tables = [t for t in self._tables if not t.is_over()] + ([made] if held else [])
         return made
 
@@ -180,11 +179,11 @@ class GpuTransfer:
     """Copies in a stream."""
 
     def __init__(
-        self, device: Device, stream: int, direction: Direction, path: Path, size_bytes: int, held: list[Any]
+        self, device: Device, stream: int, direction: Direction, choice: Choice, size_bytes: int, held: list[Any]
     ) -> None:
         """`held`: what must stay alive until the last byte has landed."""
         self._held = held
-        self.direction, self.path, self.size_bytes = direction, path, size_bytes
+        self.direction, self.choice, self.size_bytes = direction, choice, size_bytes  #: choice: the path, and why
         self._device, self._end = device, device.take_event()
         device.driver.event_record(self._end, stream)
         self._over = False
@@ -206,7 +205,7 @@ class GpuTransfer:
         deadline = time.monotonic() + timeout_s
         while not self.is_over():
             if time.monotonic() > deadline:
-                what = f"the {self.direction} of {self.size_bytes} bytes by {self.path}"
+                what = f"the {self.direction} of {self.size_bytes} bytes by {self.choice.path}"
                 raise Timeout(f"{what} was not over after {timeout_s:g} s; it goes on")
             time.sleep(_PAUSE_S)
 

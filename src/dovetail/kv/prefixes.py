@@ -14,12 +14,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from dovetail.hw.gpu.device import Device
+from dovetail.kv.choose import Path
 from dovetail.kv.handles import Fetch, Store
 from dovetail.kv.index import block_hashes
 from dovetail.kv.layout import Layout
 from dovetail.kv.memory import PIECE_BYTES, DriverPinner, HostMemory
 from dovetail.kv.models import BLOCK_TOKENS
-from dovetail.kv.mover import CpuMover, GpuMover, Path, Transfer
+from dovetail.kv.mover import CpuMover, GpuMover, Transfer
 from dovetail.kv.planner import Direction, Pieces, Table, table
 from dovetail.kv.policy import Policy
 from dovetail.kv.pool import Pool, Stats
@@ -83,7 +84,7 @@ class Prefixes:
         pool_bytes: int,
         piece_bytes: int = PIECE_BYTES,
         policy: Policy | None = None,
-        path: Path | str = Path.DMA_2D,
+        path: Path | str = Path.AUTO,
     ) -> Prefixes:
         """For a cache in a GPU's memory that begins at the address `cache`; the pool is pinned."""
         pinner = DriverPinner(device.driver, device.enter)
