@@ -159,8 +159,8 @@ def test_too_few_programs_prove_nothing(device: Device) -> None:
 def test_a_hold_that_ends_early_proves_nothing(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy that waits for multiprocessors ends with the hold: that is not an engine's."""
     monkeypatch.setattr(proof, "WINDOW_S", 10.0)
-    monkeypatch.setattr(proof, "HOLD_S", 0.05)
-    device.driver.holder.longest_s = 0.05
+    monkeypatch.setattr(proof, "HOLD_S", 0.3)
+    device.driver.holder.longest_s = 0.3
     found = prove(device, holder=device.driver.holder, sizes=SIZES[:1])
     assert found["h2d"].who is Who.ENGINE
     assert [t.who for t in found["d2d"].trials if t.form != "graph"] == [Who.UNPROVED] * 3
