@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from dovetail.kv.layout import Group, Layout, block_outermost, layer_outermost, of_tensors
-from dovetail.kv.planner import Direction, Pieces, Table, plan, table
+from dovetail.kv.planner import Direction, Pieces, Table, as_plan, layer_tables, plan, table
 from dovetail.plan import Op, Plan, passes
 from dovetail.plan.check import check
 
@@ -103,6 +103,36 @@ def test_a_plan_moves_what_naive_copies_move(
     assert (cache == wanted_cache).all()
     assert (pool == wanted_pool).all()
     assert table(direction, layout, blocks, slots, pieces).size_bytes == count * layout.slot_bytes
+
+
+@settings(max_examples=60, deadline=None)
+@given(layouts(), some.integers(1, 4), some.integers(0, 1 << 30), some.sampled_from(Direction))
+def test_layer_by_layer_it_is_the_same_bytes_and_layers_come_in_order(
+    layout: Layout, step: int, seed: int, direction: Direction
+) -> None:
+    pieces = Pieces(num_slots=12, slot_bytes=layout.slot_bytes, slots_per_piece=5)
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(0, layout.num_blocks + 1))
+    blocks, slots = rng.permutation(layout.num_blocks)[:count], rng.permutation(12)[:count]
+    if not layout.num_layers:
+        with pytest.raises(ValueError, match="has 0 layers"):
+            layer_tables(direction, layout, blocks, slots, pieces)
+        return
+    parts = layer_tables(direction, layout, blocks, slots, pieces, layers=step)
+    assert len(parts) == -(-layout.num_layers // step)
+    cache, pool = random_bytes(rng, layout.size_bytes), random_bytes(rng, 12 * pieces.slot_bytes)
+    wanted_cache, wanted_pool = cache.copy(), pool.copy()
+    naive(direction, layout, blocks.tolist(), slots.tolist(), wanted_cache, wanted_pool)
+    for n, part in enumerate(parts):
+        run(as_plan(direction, layout, part, pieces), cache, pool, pieces)
+        if direction is Direction.FETCH:  # what is in by now is right, layer by layer
+            group = layout.groups[0]
+            for row, layer in enumerate(layout.layers[0]):
+                for block in blocks.tolist() if layer < (n + 1) * step else []:
+                    at = int(group.bases[row] + block * group.strides[row])
+                    assert (cache[at : at + group.row_bytes] == wanted_cache[at : at + group.row_bytes]).all()
+    assert (cache == wanted_cache).all()
+    assert (pool == wanted_pool).all()
 
 
 @pytest.mark.parametrize("direction", list(Direction))

@@ -100,6 +100,49 @@ def test_only_what_is_new_is_stored_and_only_what_is_there_is_fetched(kind: str,
         assert kept.lookup(longer, salt=b"another tenant") == 0
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layers", [1, 3, 4, 9])
+def test_a_fetch_layer_by_layer(kind: str, layers: int, device: Device) -> None:
+    rig = Rig(kind, device)
+    rng = np.random.default_rng(8)
+    with rig.kept as kept:
+        prompt = rng.integers(0, 1000, 48).tolist()
+        wanted = [rig.write(block, rng) for block in (3, 9, 20)]
+        kept.store(prompt, [3, 9, 20]).wait()
+        rig.cache[:] = 0xA5
+        move = kept.fetch(prompt, [0, 1, 7], layers=layers)
+        assert len(move.parts) == -(-4 // layers)
+        for n, part in enumerate(move.parts):
+            part.wait()
+            rows = min((n + 1) * layers, 4) * 2  # K and V of each layer
+            for block, right in zip((0, 1, 7), wanted, strict=True):
+                assert (rig.rows(block)[:rows] == right[:rows]).all()
+        move.wait()
+        assert (move.num_tokens, move.size_bytes) == (48, 3 * SLOT)
+        assert kept.stats().held == 0
+        assert kept.fetch([9] * 48, [0, 1, 7], layers=2).num_tokens == 0
+
+
+def test_layers_of_a_held_stream_come_one_after_the_other(device: Device) -> None:
+    """A reader of layer 0 that joins the first part does not wait for the others."""
+    rig = Rig("dma-2d", device)
+    rng = np.random.default_rng(9)
+    prompt = list(range(16))
+    wanted = rig.write(3, rng)
+    rig.kept.store(prompt, [3]).wait()
+    rig.cache[:] = 0
+    driver, reader = device.driver, device.driver.stream_create()
+    move = rig.kept.fetch(prompt, [5], layers=1)
+    move.parts[0].join(reader)
+    copy = device.pinned(64)
+    driver.copy(copy.address, rig.cache.ctypes.data + 5 * 64, 64, reader)
+    driver.stream_synchronize(reader)
+    assert (copy.array[:64] == wanted[0]).all()
+    move.wait()
+    rig.kept.close()
+    driver.stream_destroy(reader)
+
+
 def test_a_full_pool_changes_nothing_and_evicts_what_nobody_uses(device: Device) -> None:
     rig = Rig("dma-2d", device, pool_slots=4)
     rng = np.random.default_rng(7)

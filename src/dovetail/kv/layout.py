@@ -74,12 +74,16 @@ class Group:
     @functools.cached_property
     def runs(self) -> tuple[RowRun, ...]:
         """The rows in maximal stretches of one ascending pitch and one stride, in order."""
-        found, first = [], 0
+        return self.runs_between(0, self.num_rows)
+
+    def runs_between(self, first: int, end: int) -> tuple[RowRun, ...]:
+        """The same of rows `first` to `end`, without `end`."""
+        found = []
         steps, same = np.diff(self.bases), self.strides[1:] == self.strides[:-1]
-        while first < self.num_rows:
+        while first < end:
             last = first
-            if first + 1 < self.num_rows and same[first] and steps[first] >= self.row_bytes:
-                while last + 1 < self.num_rows and same[last] and steps[last] == steps[first]:
+            if first + 1 < end and same[first] and steps[first] >= self.row_bytes:
+                while last + 1 < end and same[last] and steps[last] == steps[first]:
                     last += 1
             pitch = int(steps[first]) if last > first else self.row_bytes
             found.append(RowRun(first, last - first + 1, pitch, int(self.strides[first])))
@@ -108,6 +112,21 @@ class Layout:
     def num_blocks(self) -> int:
         """Blocks of the cache."""
         return self.groups[0].num_blocks
+
+    @property
+    def num_layers(self) -> int:
+        """Layers, where the layout tells them apart; otherwise 0."""
+        return max((layer for of in self.layers for layer in of), default=-1) + 1
+
+    def runs_of(self, group: int, first: int, end: int) -> tuple[RowRun, ...]:
+        """The runs of a group's rows that belong to layers `first` to `end`, without `end`."""
+        of = self.layers[group]
+        inside = np.flatnonzero([first <= layer < end for layer in of])
+        found: list[RowRun] = []
+        for rows in np.split(inside, np.flatnonzero(np.diff(inside) != 1) + 1):
+            if len(rows):
+                found += self.groups[group].runs_between(int(rows[0]), int(rows[-1]) + 1)
+        return tuple(found)
 
     @property
     def slot_bytes(self) -> int:

@@ -87,18 +87,44 @@ def plan(direction: Direction | str, layout: Layout, blocks: Any, slots: Any, pi
 
 def table(direction: Direction | str, layout: Layout, blocks: Any, slots: Any, pieces: Pieces) -> Table:
     """The copies of such a plan, as columns."""
-    device, host = _checked(Direction(direction), layout, blocks, slots, pieces)
+    where = _where(Direction(direction), layout, blocks, slots, pieces)
+    return _table(layout, [group.runs for group in layout.groups], where, pieces)
+
+
+def layer_tables(
+    direction: Direction | str, layout: Layout, blocks: Any, slots: Any, pieces: Pieces, *, layers: int = 1
+) -> list[Table]:
+    """The same copies cut by layers, `layers` at a time, the first ones first: a layer can be used when its part is in.
+
+    Raises:
+        ValueError: also if the layout does not tell layers apart.
+    """
+    if layers < 1 or not layout.num_layers:
+        raise ValueError(f"layout {layout.name} has {layout.num_layers} layers; they are taken {layers} at a time")
+    where = _where(Direction(direction), layout, blocks, slots, pieces)
+    found = []
+    for first in range(0, layout.num_layers, layers):
+        runs = [layout.runs_of(n, first, first + layers) for n in range(len(layout.groups))]
+        found.append(_table(layout, runs, where, pieces))
+    return found
+
+
+def _where(direction: Direction, layout: Layout, blocks: Any, slots: Any, pieces: Pieces) -> _Where:
+    device, host = _checked(direction, layout, blocks, slots, pieces)
     order = np.argsort(host, kind="stable")  # runs are found along the slots
     device, host = device[order], host[order]
     piece, at = host // pieces.slots_per_piece, host % pieces.slots_per_piece * pieces.slot_bytes
     follows = (np.diff(host) == 1) & (np.diff(device) == 1) & (np.diff(piece) == 0)
     first = np.flatnonzero(np.concatenate([[True], ~follows])) if len(host) else np.zeros(0, np.int64)
-    count = np.diff(np.append(first, len(host)))
+    return _Where(device, piece, at, first, np.diff(np.append(first, len(host))))
+
+
+def _table(layout: Layout, runs: Sequence[Sequence[RowRun]], where: _Where, pieces: Pieces) -> Table:
     parts = []
-    for group, offset in zip(layout.groups, layout.slot_offsets, strict=True):
-        for run in group.runs:
-            where = _Where(device, piece, at + offset + run.first * group.row_bytes, first, count)
-            parts += _copies(group, run, where, pieces.slot_bytes)
+    for group, offset, mine in zip(layout.groups, layout.slot_offsets, runs, strict=True):
+        for run in mine:
+            there = dataclasses.replace(where, host=where.host + offset + run.first * group.row_bytes)
+            parts += _copies(group, run, there, pieces.slot_bytes)
     parts = parts or [(np.zeros(0, np.int64),) * len(dataclasses.fields(Table))]
     return Table(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
@@ -109,7 +135,7 @@ class _Where:
 
     device: Ints
     piece: Ints
-    host: Ints  #: where the rows of a run begin in the piece
+    host: Ints  #: where a slot, or the rows of a run in it, begin in the piece
     first: Ints
     count: Ints
 
@@ -199,9 +225,9 @@ def _checked(direction: Direction, layout: Layout, blocks: Any, slots: Any, piec
             f"a slot of the pool has {pieces.slot_bytes} bytes, a block of layout {layout.name} {layout.slot_bytes}"
         )
     written, what = (device, "block") if direction is Direction.FETCH else (host, "slot")
-    if len(np.unique(written)) < len(written):
-        values, times = np.unique(written, return_counts=True)
-        twice = values[times > 1][0]
+    times = np.bincount(written)
+    if (times > 1).any():
+        twice = int(np.argmax(times > 1))
         raise ValueError(f"{direction}: {what} {twice} is named twice: it can't be written twice at once")
     return device, host
 

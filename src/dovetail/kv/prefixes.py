@@ -21,7 +21,7 @@ from dovetail.kv.layout import Layout
 from dovetail.kv.memory import PIECE_BYTES, DriverPinner, HostMemory
 from dovetail.kv.models import BLOCK_TOKENS
 from dovetail.kv.mover import CpuMover, GpuMover, Transfer
-from dovetail.kv.planner import Direction, Pieces, Table, table
+from dovetail.kv.planner import Direction, Pieces, Table, layer_tables, table
 from dovetail.kv.policy import Policy
 from dovetail.kv.pool import Pool, Stats
 
@@ -42,10 +42,15 @@ class Mover(Protocol):
 class Move:
     """A store or a fetch under way. It ends by itself when somebody asks; `wait` asks until then."""
 
-    def __init__(self, transfer: Transfer, num_tokens: int, size_bytes: int, end: Callable[[], None]) -> None:
+    def __init__(self, parts: list[Transfer], num_tokens: int, size_bytes: int, end: Callable[[], None]) -> None:
         self.num_tokens, self.size_bytes = num_tokens, size_bytes  #: what is moved
-        self.transfer = transfer
+        self.parts = parts  #: one, or of a fetch by layers one for each step, in order: join or wait for each
         self._end: Callable[[], None] | None = end
+
+    @property
+    def transfer(self) -> Transfer:
+        """The last part: what is over when all is."""
+        return self.parts[-1]
 
     def is_over(self) -> bool:
         """True once all bytes have landed; a stored prefix can be fetched from then on."""
@@ -137,30 +142,48 @@ class Prefixes:
             raise
 
     def fetch(
-        self, token_ids: Sequence[int], blocks: Sequence[int], *, salt: bytes = _NOBODY, after: Sequence[int] = ()
+        self,
+        token_ids: Sequence[int],
+        blocks: Sequence[int],
+        *,
+        salt: bytes = _NOBODY,
+        after: Sequence[int] = (),
+        layers: int | None = None,
     ) -> Move:
         """Brings the leading blocks of a prompt that are kept into `blocks` of the cache; `num_tokens` says how far.
 
         Args:
             after: streams that still read or write those blocks: the copies begin behind their work so far.
+            layers: bring so many layers at a time, the first ones first; `Move.parts` has a transfer for each step, so
+                that a layer can be computed while the next ones are under way.
         """
         keys = self._keys(token_ids, salt)
         mine = _blocks(blocks, len(keys))
         self._settle()
         begun = self.pool.begin_fetch(keys, partial=True)
         try:
-            return self._begin(Direction.FETCH, mine[: len(begun)], begun, begun.release, after)
+            return self._begin(Direction.FETCH, mine[: len(begun)], begun, begun.release, after, layers)
         except BaseException:
             begun.release(lambda: self._mover.is_idle(Direction.FETCH))
             raise
 
     def _begin(
-        self, direction: Direction, blocks: Any, begun: Store | Fetch, end: Callable[[], None], after: Sequence[int]
+        self,
+        direction: Direction,
+        blocks: Any,
+        begun: Store | Fetch,
+        end: Callable[[], None],
+        after: Sequence[int],
+        layers: int | None = None,
     ) -> Move:
-        copies = table(direction, self.layout, blocks, begun.slots, self._pieces)
-        transfer = self._mover.submit(direction, copies, self._path, after=after)
-        begun.guard(transfer.is_over)
-        move = Move(transfer, len(blocks) * self.block_tokens, copies.size_bytes, end)
+        request = (direction, self.layout, blocks, begun.slots, self._pieces)
+        tables = [table(*request)] if layers is None else layer_tables(*request, layers=layers)
+        parts = []
+        for n, copies in enumerate(tables):  # of one direction: each begins behind the one before
+            parts.append(self._mover.submit(direction, copies, self._path, after=() if n else after))
+        begun.guard(parts[-1].is_over)
+        size_bytes = sum(copies.size_bytes for copies in tables)
+        move = Move(parts, len(blocks) * self.block_tokens, size_bytes, end)
         self._moves.append(move)
         return move
 
