@@ -128,6 +128,13 @@ def test_a_machine_without_sources_can_be_written_and_odd_names_too(tmp_path: Pa
     assert {s.note for s in again.sources.values()} == {"not said"}
 
 
+def test_a_machine_that_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
+    blank = simlib.machine().replace({"host.submit_ns": 1}, Source(origin=Origin.FITTED, note=" "))
+    with pytest.raises(MachineError, match="the note must say"):
+        files.write(blank, tmp_path / "m.toml")
+    assert not (tmp_path / "m.toml").exists()
+
+
 def test_a_number_that_is_far_too_large(tmp_path: Path) -> None:
     bad = tmp_path / "bad.toml"
     text = files.dump(simlib.machine())

@@ -11,6 +11,7 @@ from dovetail.plan import External, Plan, Region, Role, SignalKind, passes
 from dovetail.plan import step as st
 from dovetail.plan.build import all_gather, all_to_all
 from dovetail.plan.build.assembly import Assembly
+from dovetail.plan.step import DType, ReduceOp
 from dovetail.sim import Phase, Program, chrome_trace, price
 from dovetail.sim.machine import Steps, Threads, Wiring
 
@@ -110,6 +111,66 @@ def test_what_stands_behind_the_last_wait_hides_no_wait(last: st.Rows) -> None:
     a.queue(1, 0, st.wait(done), last, name="y")
     machine = simlib.machine(host={"threads": Threads.RANK})
     assert price(a.plan(), machine).time_ns == 100 + 1000 + 1340 + 200 + 20
+
+
+def test_a_ring_with_a_stamp_behind_its_last_wait() -> None:
+    a = Assembly("stamped", 2)
+    data = a.buffer("data", Role.INOUT, 4000)
+    done = a.signal("done", 1)
+    rows = (st.copy((0, data, 0), (1, data, 0), 1000), st.signal(done), st.wait(done), st.stamp(0))
+    a.queue(0, 0, *rows, name="x")
+    assert price(a.plan(), simlib.machine(engine={"poll_ns": 9000})).time_ns == 100 + 1000 + 1340 + 200 + 20
+
+
+def test_a_rank_notices_what_it_waits_for_and_not_what_it_raises() -> None:
+    plan = all_gather.pcpy(2, 1000, own_copy=False)
+    machine = simlib.machine(host={"threads": Threads.RANK})
+    assert price(plan, machine).time_ns == 100 + 1000 + 1340 + 200 + 20
+
+
+def test_an_engine_serves_first_who_asked_first() -> None:
+    a = Assembly("first come", 2)
+    data = a.buffer("data", Role.INOUT, 1 << 16)
+    early, late = a.signal("early", 0), a.signal("late", 0)
+    a.queue(0, 0, st.wait(late), st.copy((0, data, 0), (1, data, 0), 10), name="asks late")
+    a.queue(0, 0, st.wait(early), st.copy((0, data, 100), (1, data, 100), 11), name="asks early")
+    a.queue(0, 0, st.copy((0, data, 200), (1, data, 200), 20_000), name="keeps the engine busy")
+    a.queue(1, 0, st.signal(early), name="early")
+    a.queue(1, 1, st.copy((1, data, 0), (1, data, 30_000), 3000), st.signal(late), name="late")
+    spans = price(a.plan(), simlib.machine(), timeline=True).spans
+    served = sorted((s.begin_ns, s.size_bytes) for s in spans if s.track == "rank 0 engine 0")
+    assert [size for _, size in served] == [20_000, 11, 10]
+
+
+def test_a_link_is_busy_a_latency_later_than_the_engine() -> None:
+    spans = {s.track: s for s in price(chain(), simlib.machine(), timeline=True).spans}
+    engine, link = spans["rank 0 engine 0"], spans["link 0 -> 1"]
+    assert (link.begin_ns, link.end_ns) == (engine.begin_ns + LANDED, engine.end_ns + LANDED)
+
+
+def test_reductions_of_two_rings_share_the_cores() -> None:
+    a = Assembly("two reductions", 1)
+    data = a.buffer("data", Role.INOUT, 1 << 16)
+    for n in range(2):
+        first = a.sources([0, 0], data, [n * 20_000, n * 20_000 + 4000])
+        reduce = st.reduce((0, data, n * 20_000 + 8000), 3000, first, 2, DType.FLOAT32, ReduceOp.SUM)
+        a.queue(0, n * 14, reduce, name="x")  # both on engine 0, and on no engine at all
+    machine = simlib.machine(host={"submit_ns": 0, "switch_ns": 0})
+    assert price(a.plan(), machine).phases_ns[Phase.COPY] == 2 * 3000 * 3 // 90 + 600
+
+
+def test_an_engine_asks_for_a_link_what_its_fastest_move_takes() -> None:
+    """Slow moves behind fast ones must not hide that the fast ones fill the link together."""
+    machine = simlib.machine(
+        host={"threads": Threads.RANK}, link={"wiring": Wiring.SWITCH}, engine={"paired_gbps": 0.2}
+    )
+    a = Assembly("fast, then slow", 4)
+    data = a.buffer("data", Role.INOUT, 8000)
+    for r in (1, 2):
+        slow = st.broadcast((r, data, 4000), (0, data, 6000 + r * 10), (3, data, 6000 + r * 10), 1)
+        a.queue(r, 0, st.copy((r, data, 0), (0, data, r * 1000), 1000), slow, name="x")
+    spans = [s for s in price(a.plan(), machine, timeline=True).spans if "engine" in s.track and s.size_bytes == 1000]
+    assert [s.end_ns - s.begin_ns for s in spans] == [2000, 2000]
 
 
 def test_values_of_one_signal_are_waited_for_one_by_one() -> None:

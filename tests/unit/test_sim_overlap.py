@@ -9,7 +9,7 @@ from dovetail.plan import Plan, Role
 from dovetail.plan import step as st
 from dovetail.plan.build.assembly import Assembly
 from dovetail.plan.step import DType, ReduceOp
-from dovetail.sim import price
+from dovetail.sim import Program, price
 
 LANDED = 340  # latency of engine and link of the test machine
 APART = 50  # its command_ns
@@ -62,9 +62,19 @@ def test_a_swap_is_met_at_both_its_ends() -> None:
 
 
 def test_after_a_drain_the_slate_is_clean() -> None:
-    same = st.copy((0, 0, 0), (1, 0, 0), 64)
-    other = st.copy((0, 0, 64), (2, 0, 64), 64)
-    assert begins(same, same, other) == [1 + LANDED, 1 + LANDED + APART]
+    first = st.copy((0, 0, 0), (1, 0, 0), 64)
+    second = st.copy((0, 0, 4096), (1, 0, 32), 64)  # meets the first
+    third = st.copy((0, 0, 8192), (1, 0, 0), 32)  # meets the first too, which has landed by then
+    assert begins(first, second, third) == [1 + LANDED, 1 + LANDED + APART]
+
+
+def test_a_copy_over_its_own_source_is_no_part_of_a_broadcast() -> None:
+    a = Assembly("over its source", 2)
+    data = a.buffer("data", Role.INOUT, 4000)
+    done = a.signal("done", 0)
+    rows = (st.copy((0, data, 0), (1, data, 0), 64), st.copy((0, data, 0), (0, data, 32), 64))
+    a.queue(0, 0, *rows, st.signal(done), st.wait(done), name="ring")
+    assert [r.commands for r in Program(a.plan()).widened(7)] == [2]
 
 
 def test_long_and_short_ranges_together() -> None:
@@ -72,6 +82,17 @@ def test_long_and_short_ranges_together() -> None:
     rows = [st.copy((0, 0, 0), (1, 0, 0), 100_000), st.copy((0, 0, 0), (1, 0, 200_000), 8)]
     found = begins(*rows, st.copy((2, 0, 0), (1, 0, 99_999), 1))
     assert found[1] > LANDED
+
+
+def test_a_view_that_is_not_staged_is_the_buffer_itself() -> None:
+    a = Assembly("view", 2)
+    data = a.buffer("data", Role.INOUT, 4096)
+    view = a.buffer("view", Role.VIEW, 4096, of=data, staged=(False, False))
+    done = a.signal("done", 0)
+    rows = (st.copy((1, data, 0), (0, data, 0), 512), st.copy((0, view, 0), (1, data, 1024), 512))
+    a.queue(0, 0, *rows, st.signal(done), st.wait(done), name="ring")
+    spans = [s.begin_ns for s in price(a.plan(), simlib.machine(), timeline=True).spans if "engine" in s.track]
+    assert max(spans) - min(spans) == 512 + LANDED
 
 
 def test_a_staged_view_is_read_where_it_is_staged() -> None:
@@ -131,6 +152,7 @@ def test_a_reduction_waits_for_its_ring_and_its_ring_for_it() -> None:
     assert cores[0] == copies[0][1] + LANDED
     assert cores[1] - cores[0] == 900 * 3 // 90  # two sources and a destination, at 90 bytes per nanosecond
     assert copies[1][0] == cores[1] + 600 + 40
+    assert Program(a.plan()).traffic() == {(1, 0): 100 + 900, (0, 1): 120}
     assert found.limit_ns == 10  # one remote source: 900 bytes one way and 100, at 100 per nanosecond
 
 

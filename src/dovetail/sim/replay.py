@@ -215,8 +215,8 @@ class _Replay:
                 if self.outstanding[n]:
                     self.held[n] = _Held.LANDING
                     return
-                cause = self.causes.later(self.cause[n], self.landed[n])
-                self._raise(what[0], what[1], self.causes.add(self.now + self.signal_ns, cause, Phase.SYNC))
+                up = self.causes.add(self.now + self.signal_ns, self.cause[n], Phase.SYNC)
+                self._raise(what[0], what[1], up)
             elif not self._passes(n, what):
                 return
             self.at[n] += 1
