@@ -142,6 +142,16 @@ def test_an_engine_serves_first_who_asked_first() -> None:
     assert [size for _, size in served] == [20_000, 11, 10]
 
 
+def test_who_waits_for_an_engine_waits_for_what_is_before_it() -> None:
+    """The critical path goes through the move that kept the engine, not through the ring's own submission."""
+    a = Assembly("one engine", 2)
+    data = a.buffer("data", Role.INOUT, 1 << 16)
+    for n in range(2):
+        a.queue(0, 0, st.copy((0, data, n * 9000), (1, data, n * 9000), 8000), name=f"r{n}")
+    found = price(a.plan(), simlib.machine()).phases_ns
+    assert found == {Phase.CONTROL: 107, Phase.SCHEDULE: 1000, Phase.COPY: 16_000 + LANDED, Phase.SYNC: 220}
+
+
 def test_a_link_is_busy_a_latency_later_than_the_engine() -> None:
     spans = {s.track: s for s in price(chain(), simlib.machine(), timeline=True).spans}
     engine, link = spans["rank 0 engine 0"], spans["link 0 -> 1"]
