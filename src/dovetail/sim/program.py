@@ -19,6 +19,7 @@ from dovetail.errors import PlanError
 from dovetail.plan import step as st
 from dovetail.plan.plan import Plan, Role, SignalKind
 from dovetail.plan.step import Op
+from dovetail.sim.signals import Word
 
 
 class Kind(IntEnum):
@@ -43,7 +44,7 @@ class Move(NamedTuple):
     source: tuple[int, ...]  #: what it reads, if that is one range: equal sources can become one broadcast
 
 
-#: (Kind.MOVE, Move) or (Kind.SIGNAL | Kind.WAIT, (signal, value))
+#: (Kind.MOVE, Move), (Kind.SIGNAL, (signal, value)), or (Kind.WAIT, its number in `Program.waits`)
 Action = tuple[Kind, Any]
 
 
@@ -70,6 +71,8 @@ class Program:
         self._sources = plan.sources["rank"].tolist()
         self.num_rows = sum(map(len, plan.queues))
         first = 0
+        self.waits: list[tuple[Word, ...]] = []  #: words that queues wait for one after the other, each list once
+        self._numbers: dict[tuple[Word, ...], int] = {}
         self.rings: list[Ring] = []
         for q in plan.queues:
             self.rings.append(self._ring(q.rank, q.engine, q.name, first, len(q)))
@@ -88,16 +91,30 @@ class Program:
         pending = _Pending(self.plan) if len(moves) > 1 else None
         signal, value = c["signal"], c["value"]
         actions: list[Action] = []
+        words: list[Word] = []
         for n in range(body):
             op = ops[n]
+            if op == Op.WAIT:
+                words.append((signal[first + n], value[first + n]))
+                continue
+            if words:
+                actions.append((Kind.WAIT, self._wait(words)))
+                words = []
             if op in _MOVES:
                 actions.append((Kind.MOVE, self._move(first + n, n, pending)))
-            elif op in _WORDS:
-                actions.append((_WORDS[op], (signal[first + n], value[first + n])))
+            elif op == Op.SIGNAL:
+                actions.append((Kind.SIGNAL, (signal[first + n], value[first + n])))
         waits = [(signal[first + n], value[first + n]) for n in range(body, length) if ops[n] == Op.WAIT]
         if self.prelaunched:  # the host opens the gates itself
             waits = [word for word in waits if self.plan.signals[word[0]].kind is not SignalKind.GATE]
         return Ring(rank, engine, name, actions, waits, len(moves))
+
+    def _wait(self, words: list[Word]) -> int:
+        key = tuple(words)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.waits)
+            self.waits.append(key)
+        return self._numbers[key]
 
     def _move(self, at: int, step: int, pending: _Pending | None) -> Move:
         c = self._columns
@@ -176,7 +193,6 @@ def _joins(first: Move, then: Move, ways: int) -> bool:
 
 #: What leaves nothing for an engine to do once the last move and the last signal are past.
 _SILENT = frozenset(int(op) for op in (Op.WAIT, Op.STAMP, Op.RESET))
-_WORDS = {int(Op.SIGNAL): Kind.SIGNAL, int(Op.WAIT): Kind.WAIT}
 _OPS = {int(op): op for op in Op}
 _MOVES = frozenset(int(op) for op in st.MOVES)
 _NAMES = (

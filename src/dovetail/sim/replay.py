@@ -18,7 +18,7 @@ from enum import IntEnum
 
 from dovetail.errors import PlanError
 from dovetail.plan import passes
-from dovetail.plan.plan import Plan, SignalKind
+from dovetail.plan.plan import Plan
 from dovetail.plan.step import Op
 from dovetail.sim.causes import START, Causes
 from dovetail.sim.flows import Flows
@@ -27,6 +27,7 @@ from dovetail.sim.machine import Machine, MachineError, Steps, Wiring
 from dovetail.sim.program import Kind, Move, Program
 from dovetail.sim.resources import Resources
 from dovetail.sim.result import Phase, Result, Span
+from dovetail.sim.signals import Signals, Wait, Word
 
 
 def price(
@@ -66,10 +67,9 @@ def lowered(plan: Plan, machine: Machine) -> Plan:
 
 
 # Events. At one time, an engine picks a ring when all that ask are known, and flows are shared out anew last of all.
-_LAND, _FREE, _RAISED, _GO, _PICK, _SHARE = range(6)
+_LAND, _FREE, _GO, _PICK, _SHARE = range(5)
 _LATE, _LAST = 1 << 61, 1 << 62
 _ALWAYS = 1 << 62  # the value of a signal that is up for the whole run
-_Word = tuple[int, int]  # (signal, value)
 
 
 def _tracks(wiring: Wiring, pairs: Sequence[tuple[int, int]]) -> list[str]:
@@ -118,17 +118,13 @@ class _Replay:
         self.free = dict.fromkeys(self.engine_of, START)  # the moment from which on an engine may begin a move
         self.busy = dict.fromkeys(self.engine_of, False)
         self.asking: dict[tuple[int, int], list[tuple[int, int]]] = {e: [] for e in self.engine_of}  # (since, ring)
-        self.level: list[list[tuple[int, int]]] = [[] for _ in self.plan.signals]  # (value, moment), growing
-        self.parked: list[list[int]] = [[] for _ in self.plan.signals]
-        #: of an imported signal: (value, the word that must be reached before it can have that value)
-        self.needs: list[list[tuple[int, _Word]]] = [[] for _ in self.plan.signals]
-        self.followers: dict[int, set[int]] = {}  # of an exported signal: the imported ones that wait for it
+        self.signals = Signals(self.plan, self.causes)
+        self.waits: list[Wait | None] = [None] * len(program.waits)  # made when a ring first stands at them
         self.heap: list[tuple[int, int, int, int, int]] = []  # time, order, event, ring or signal, moment
         self.order = 0
         self.now = 0
 
     def run(self) -> Result:
-        self._outside()
         launched = self.host.launch(self.rings, self.plan.signals, self.program.prelaunched)
         for signal, moment in launched.gates:
             self._raise(signal, _ALWAYS, moment)
@@ -144,11 +140,6 @@ class _Replay:
                 self._land(what, moment)
             elif event in (_FREE, _PICK):
                 self._pick(self.engine_of[what], moment)
-            elif event == _RAISED:
-                for signal in (what, *sorted(self.followers.get(what, ()))):
-                    parked, self.parked[signal] = self.parked[signal], []
-                    for n in parked:
-                        self._advance(n)
             elif what == self.version:
                 self._share()
         last = self.host.notice(launched.watching, self._arrivals())
@@ -165,21 +156,13 @@ class _Replay:
         self.order += 1
         heapq.heappush(self.heap, (when_ns, self.order, event, what, moment))
 
-    def _outside(self) -> None:
-        """Imported signals are up from the start; a value that a waiting access raises follows what it waits for."""
-        for external in self.plan.external:
-            if external.before and external.after:
-                signal, value = external.before
-                self.needs[signal].append((value, external.after))
-                self.followers.setdefault(external.after[0], set()).add(signal)
-
     def _arrivals(self) -> dict[int, list[int]]:
         """What each host thread has to notice.
 
         A ring is over when its last waits are, and its last move, if no signal follows it, is known to have landed; one
         without waits when its last signal is up. What several rings of a thread wait for is noticed once.
         """
-        awaited: dict[int, dict[_Word, int]] = {}
+        awaited: dict[int, dict[Word, int]] = {}
         for n, ring in enumerate(self.rings):
             self._require_end(n)
             mine = awaited.setdefault(self.host.thread_of(ring.rank), {})
@@ -222,23 +205,27 @@ class _Replay:
             self.at[n] += 1
         self.held[n] = _Held.NOTHING
 
-    def _passes(self, n: int, word: _Word) -> bool:
-        """Is a wait over? If not, the ring is parked until its signal is up, or until the engine has polled it."""
-        moment = self._moment(word)
-        if moment is None or self.when_ns[moment] > self.now:
+    def _passes(self, n: int, number: int) -> bool:
+        """Is a wait over? If not, the ring goes on when its last word is up and the engine has polled it."""
+        wait = self.waits[number]
+        if wait is None:
+            wait = self.waits[number] = self.signals.wait(self.program.waits[number])
+        if wait.missing:
             self.held[n] = _Held.SIGNAL
-            self.parked[word[0]].append(n)
+            wait.rings.append(n)
             return False
-        ready_ns = self.when_ns[moment] + self.poll_ns
-        if ready_ns <= self.now:
-            if self.when_ns[moment] > self.when_ns[self.cause[n]]:  # nothing to poll: the signal itself let it go on
-                self.cause[n] = moment
-            return True
-        gate = self.plan.signals[word[0]].kind is SignalKind.GATE
-        self.cause[n] = self.causes.add(ready_ns, moment, Phase.SCHEDULE if gate else Phase.SYNC)
+        if self.when_ns[wait.moment] + self.poll_ns > self.now:
+            self._go_behind(n, wait)
+            return False
+        if self.when_ns[wait.moment] > self.when_ns[self.cause[n]]:  # nothing to poll: the signal itself let it go on
+            self.cause[n] = wait.moment
+        return True
+
+    def _go_behind(self, n: int, wait: Wait) -> None:
+        ready_ns = self.when_ns[wait.moment] + self.poll_ns
+        self.cause[n] = self.causes.add(ready_ns, wait.moment, Phase.SCHEDULE if wait.gate else Phase.SYNC)
         self.held[n] = _Held.TIME
         self._post(ready_ns, _GO, n, self.cause[n])
-        return False
 
     def _land(self, n: int, moment: int) -> None:
         self.outstanding[n] -= 1
@@ -311,25 +298,12 @@ class _Replay:
     # --- signals -----------------------------------------------------------------------------------------------------
 
     def _raise(self, signal: int, value: int, moment: int) -> None:
-        self.level[signal].append((value, moment))
-        self._post(self.when_ns[moment], _RAISED, signal, moment)
+        for wait in self.signals.reach(signal, value, moment):
+            for n in wait.rings:
+                self._go_behind(n, wait)
 
-    def _moment(self, word: _Word) -> int | None:
-        """The moment at which a signal reaches a value, as far as that is known."""
-        signal, value = word
-        if self.plan.signals[signal].kind is not SignalKind.IMPORTED:
-            return next((moment for v, moment in self.level[signal] if v >= value), None)
-        found = START
-        for reached, after in self.needs[signal]:
-            if reached <= value:
-                moment = self._moment(after)
-                if moment is None:
-                    return None
-                found = self.causes.later(found, moment)
-        return found
-
-    def _reached(self, n: int, word: _Word) -> int:
-        moment = self._moment(word)
+    def _reached(self, n: int, word: Word) -> int:
+        moment = self.signals.moment(word)
         if moment is None:
             raise self._deadlock(n, word)
         return moment
@@ -337,9 +311,10 @@ class _Replay:
     def _require_end(self, n: int) -> None:
         """Raises PlanError for a ring that never got to its end."""
         if self.at[n] < len(self.rings[n].actions):
-            raise self._deadlock(n, self.rings[n].actions[self.at[n]][1])
+            words = self.program.waits[self.rings[n].actions[self.at[n]][1]]
+            raise self._deadlock(n, next(word for word in words if self.signals.moment(word) is None))
 
-    def _deadlock(self, n: int, word: _Word) -> PlanError:
+    def _deadlock(self, n: int, word: Word) -> PlanError:
         ring, signal = self.rings[n], self.plan.signals[word[0]].name
         text = f"rank {ring.rank} ({ring.name}) waits for {signal} >= {word[1]}, which nobody raises in time"
         return PlanError(f"plan {self.plan.name}: deadlock: {text}")
