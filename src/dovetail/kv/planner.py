@@ -220,7 +220,7 @@ def _checked(direction: Direction, layout: Layout, blocks: Any, slots: Any, piec
     device, host = _ids("blocks", blocks, layout.num_blocks), _ids("slots", slots, pieces.num_slots)
     if len(device) != len(host):
         raise ValueError(f"blocks and slots must be pairs, not {len(device)} and {len(host)}")
-    if pieces.slot_bytes != layout.slot_bytes:
+    if pieces.slot_bytes < layout.slot_bytes:  # it may have more: caches with smaller blocks can share a pool
         raise ValueError(
             f"a slot of the pool has {pieces.slot_bytes} bytes, a block of layout {layout.name} {layout.slot_bytes}"
         )

@@ -86,7 +86,7 @@ class Program:
         body = length
         while body and ops[body - 1] in _SILENT:
             body -= 1
-        if not moves and Op.SIGNAL not in ops[:body]:
+        if not moves and _SIGNAL not in ops[:body]:
             body = 0
         pending = _Pending(self.plan) if len(moves) > 1 else None
         signal, value = c["signal"], c["value"]
@@ -94,7 +94,7 @@ class Program:
         words: list[Word] = []
         for n in range(body):
             op = ops[n]
-            if op == Op.WAIT:
+            if op == _WAIT:
                 words.append((signal[first + n], value[first + n]))
                 continue
             if words:
@@ -102,9 +102,9 @@ class Program:
                 words = []
             if op in _MOVES:
                 actions.append((Kind.MOVE, self._move(first + n, n, pending)))
-            elif op == Op.SIGNAL:
+            elif op == _SIGNAL:
                 actions.append((Kind.SIGNAL, (signal[first + n], value[first + n])))
-        waits = [(signal[first + n], value[first + n]) for n in range(body, length) if ops[n] == Op.WAIT]
+        waits = [(signal[first + n], value[first + n]) for n in range(body, length) if ops[n] == _WAIT]
         if self.prelaunched:  # the host opens the gates itself
             waits = [word for word in waits if self.plan.signals[word[0]].kind is not SignalKind.GATE]
         return Ring(rank, engine, name, actions, waits, len(moves))
@@ -133,11 +133,12 @@ class Program:
             pairs = ((src, dst), (dst, src)) if src != dst else ()
         else:
             reads, writes = (src,), (dst, c["dst2_rank"][at]) if op is Op.BROADCAST else (dst,)
-            pairs = tuple((src, w) for w in writes if w != src)
+            pairs = tuple([(src, w) for w in writes if w != src])
             size *= c["rows"][at] if op is Op.COPY2D else 1
         drains = pending is not None and pending.meets(op, at, c, self._params)
-        names = ("src_buffer", "src_offset", "src_alt", "src_param")
-        source = (src, *(c[name][at] for name in names)) if op in (Op.COPY, Op.BROADCAST) else ()
+        source: tuple[int, ...] = ()
+        if op is Op.COPY or op is Op.BROADCAST:
+            source = (src, c["src_buffer"][at], c["src_offset"][at], c["src_alt"][at], c["src_param"][at])
         return Move(at, op, size, reads, writes, pairs, drains, step, source)
 
     def scaled(self, factor: int) -> Program:
@@ -193,6 +194,7 @@ def _joins(first: Move, then: Move, ways: int) -> bool:
 
 #: What leaves nothing for an engine to do once the last move and the last signal are past.
 _SILENT = frozenset(int(op) for op in (Op.WAIT, Op.STAMP, Op.RESET))
+_SIGNAL, _WAIT = int(Op.SIGNAL), int(Op.WAIT)
 _OPS = {int(op): op for op in Op}
 _MOVES = frozenset(int(op) for op in st.MOVES)
 _NAMES = (
@@ -233,12 +235,11 @@ class _Pending:
     def meets(self, op: Op, at: int, c: dict[str, list[int]], params: list[int]) -> bool:
         """Must the move at row `at` wait for those before it? It then counts as one of them."""
         reads, writes = self._operands(op, at, c, params)
-        drains = (
-            op is Op.REDUCE
-            or self._reduced
-            or any(self._writes.meets(r) for r in reads)
-            or any(self._writes.meets(w) or self._reads.meets(w) for w in writes)
-        )
+        drains = op is Op.REDUCE or self._reduced
+        for r in reads:
+            drains = drains or self._writes.meets(r)
+        for w in writes:
+            drains = drains or self._writes.meets(w) or self._reads.meets(w)
         if drains:
             self._reads, self._writes = _Ranges(), _Ranges()
         for r in reads:
@@ -254,26 +255,36 @@ class _Pending:
         length = c["length"][at]
         if (param := c["length_param"][at]) >= 0:
             length = min(length, max(params[param] - c["skip"][at], 0))
-
-        def ranged(side: str) -> _At:
-            rank, buffer = c[f"{side}_rank"][at], c[f"{side}_buffer"][at]
-            begin, shown = c[f"{side}_offset"][at], self._buffers[buffer]
-            if shown.role is Role.VIEW and not shown.staged[rank]:
-                buffer = shown.of
-            elif shown.role is Role.VIEW and side == "src":
-                begin = c["src_alt"][at]
-            if (param := c[f"{side}_param"][at]) >= 0:
-                begin += params[param]
-            strided = op is Op.COPY2D and c["rows"][at] > 1
-            rows, pitch = (c["rows"][at], c[f"{side}_pitch"][at]) if strided else (1, 0)
-            return _At((rank, buffer), begin, length, rows, pitch)
-
+        to = self._ranged(_DST, op, at, c, params, length)
         if op is Op.REDUCE:
-            return [], [ranged("dst")]
+            return [], [to]
+        of = self._ranged(_SRC, op, at, c, params, length)
         if op is Op.SWAP:
-            both = [ranged("src"), ranged("dst")]
-            return both, both
-        return [ranged("src")], [ranged("dst"), ranged("dst2")] if op is Op.BROADCAST else [ranged("dst")]
+            return [of, to], [of, to]
+        return [of], [to, self._ranged(_DST2, op, at, c, params, length)] if op is Op.BROADCAST else [to]
+
+    def _ranged(
+        self, side: tuple[str, ...], op: Op, at: int, c: dict[str, list[int]], params: list[int], length: int
+    ) -> _At:
+        """What a move touches on one side."""
+        rank, buffer, begin = c[side[0]][at], c[side[1]][at], c[side[2]][at]
+        shown = self._buffers[buffer]
+        if shown.role is Role.VIEW and not shown.staged[rank]:
+            buffer = shown.of
+        elif shown.role is Role.VIEW and side is _SRC:
+            begin = c["src_alt"][at]
+        if (param := c[side[3]][at]) >= 0:
+            begin += params[param]
+        if op is Op.COPY2D and c["rows"][at] > 1:
+            rows, pitch = c["rows"][at], c[side[4]][at]
+            return _At((rank, buffer), begin, begin + (rows - 1) * pitch + length, length, pitch)
+        return _At((rank, buffer), begin, begin + length, length, 0)
+
+
+#: The columns of each side of a move.
+_SRC, _DST, _DST2 = (
+    tuple(f"{side}_{field}" for field in ("rank", "buffer", "offset", "param", "pitch")) for side in ("src", "dst", "dst2")
+)
 
 
 class _At(NamedTuple):
@@ -281,14 +292,9 @@ class _At(NamedTuple):
 
     place: tuple[int, int]
     begin: int
+    end: int  #: behind the last byte
     width: int
-    rows: int
     pitch: int
-
-    @property
-    def end(self) -> int:
-        """Behind the last byte."""
-        return self.begin + (self.rows - 1) * self.pitch + self.width
 
 
 class _Ranges:
@@ -302,16 +308,23 @@ class _Ranges:
         self._kinds: dict[tuple[int, int], dict[int, tuple[_Sorted, _Sorted]]] = {}  # pitch -> hulls, windows
 
     def add(self, at: _At) -> None:
-        if at.width:
-            hulls, windows = self._kinds.setdefault(at.place, {}).setdefault(at.pitch, (_Sorted(), _Sorted()))
-            hulls.add(at.begin, at.end)
-            for begin, end in _windows(at):
-                windows.add(begin, end)
+        if not at.width:
+            return
+        pitches = self._kinds.get(at.place)
+        if pitches is None:
+            pitches = self._kinds[at.place] = {}
+        if at.pitch not in pitches:
+            pitches[at.pitch] = (_Sorted(), _Sorted())
+        hulls, windows = pitches[at.pitch]
+        hulls.add(at.begin, at.end)
+        for begin, end in _windows(at) if at.pitch else ():
+            windows.add(begin, end)
 
     def meets(self, at: _At) -> bool:
-        if not at.width:
+        pitches = self._kinds.get(at.place)
+        if pitches is None or not at.width:
             return False
-        for pitch, (hulls, windows) in self._kinds.get(at.place, {}).items():
+        for pitch, (hulls, windows) in pitches.items():
             if hulls.meets(at.begin, at.end) and (
                 pitch != at.pitch or not pitch or any(windows.meets(*window) for window in _windows(at))
             ):
@@ -321,8 +334,8 @@ class _Ranges:
 
 def _windows(at: _At) -> list[tuple[int, int]]:
     """The bytes of rows modulo their pitch; two ranges where they go round."""
-    if not at.pitch or at.width >= at.pitch:
-        return [(0, max(at.pitch, 1))]
+    if at.width >= at.pitch:
+        return [(0, at.pitch)]
     begin = at.begin % at.pitch
     over = begin + at.width - at.pitch
     return [(begin, begin + at.width)] if over <= 0 else [(begin, at.pitch), (0, over)]
@@ -337,7 +350,8 @@ class _Sorted:
 
     def add(self, begin: int, end: int) -> None:
         insort(self._ranges, (begin, end))
-        self._reach = max(self._reach, end - begin)
+        if end - begin > self._reach:
+            self._reach = end - begin
 
     def meets(self, begin: int, end: int) -> bool:
         for low, high in self._ranges[bisect_left(self._ranges, (begin - self._reach, 0)) :]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 
@@ -67,7 +68,7 @@ def lowered(plan: Plan, machine: Machine) -> Plan:
 
 
 # Events. At one time, an engine picks a ring when all that ask are known, and flows are shared out anew last of all.
-_LAND, _FREE, _GO, _PICK, _SHARE = range(5)
+_GO, _PICK, _SHARE = range(3)
 _LATE, _LAST = 1 << 61, 1 << 62
 _ALWAYS = 1 << 62  # the value of a signal that is up for the whole run
 
@@ -111,16 +112,20 @@ class _Replay:
         count = len(self.rings)
         self.at = [0] * count  # the step that each ring is at
         self.held = [_Held.TIME] * count
-        self.outstanding = [0] * count  # moves that have not landed
+        self.flying = [0] * count  # moves whose end is not known yet
         self.cause = [START] * count  # the moment that let the ring go on
         self.landed = [START] * count  # the moment at which its last move landed
-        self.engine_of = [(r.rank, r.engine % engine.count) for r in self.rings]
-        self.free = dict.fromkeys(self.engine_of, START)  # the moment from which on an engine may begin a move
-        self.busy = dict.fromkeys(self.engine_of, False)
-        self.asking: dict[tuple[int, int], list[tuple[int, int]]] = {e: [] for e in self.engine_of}  # (since, ring)
+        engines = [(r.rank, r.engine % engine.count) for r in self.rings]
+        number = {found: n for n, found in enumerate(dict.fromkeys(engines))}
+        self.engines = list(number)  # (rank, engine of the rank)
+        self.engine_of = [number[found] for found in engines]
+        self.alone = [num == 1 for num in Counter(engines).values()]  # has it one ring only?
+        self.free = [START] * len(number)  # the moment from which on an engine may begin a move
+        self.busy = [False] * len(number)  # with a move whose end is not known, or with picking
+        self.asking: list[list[tuple[int, int]]] = [[] for _ in number]  # (since, ring)
         self.signals = Signals(self.plan, self.causes)
         self.waits: list[Wait | None] = [None] * len(program.waits)  # made when a ring first stands at them
-        self.heap: list[tuple[int, int, int, int, int]] = []  # time, order, event, ring or signal, moment
+        self.heap: list[tuple[int, int, int, int, int]] = []  # time, order, event, ring or engine, moment
         self.order = 0
         self.now = 0
 
@@ -136,10 +141,8 @@ class _Replay:
             self.now, _, event, what, moment = heapq.heappop(heap)
             if event == _GO:
                 self._advance(what)
-            elif event == _LAND:
-                self._land(what, moment)
-            elif event in (_FREE, _PICK):
-                self._pick(self.engine_of[what], moment)
+            elif event == _PICK:
+                self._pick(what, moment)
             elif what == self.version:
                 self._share()
         last = self.host.notice(launched.watching, self._arrivals())
@@ -186,17 +189,17 @@ class _Replay:
         while self.at[n] < len(actions):
             kind, what = actions[self.at[n]]
             if kind is Kind.MOVE:
-                if what.drains and self.outstanding[n]:
-                    self.held[n] = _Held.LANDING
+                if what.drains and not self._landed(n):
                     return
+                cause = self.cause[n]
                 if what.op is not Op.REDUCE:
-                    self._ask(n)
-                    return
-                self._begin(n, what, self.cause[n])
+                    if not self._granted(n):
+                        return
+                    cause = self.causes.later(cause, self.free[self.engine_of[n]])
+                self._begin(n, what, cause)
                 continue
             if kind is Kind.SIGNAL:
-                if self.outstanding[n]:
-                    self.held[n] = _Held.LANDING
+                if not self._landed(n):
                     return
                 up = self.causes.add(self.now + self.signal_ns, self.cause[n], Phase.SYNC)
                 self._raise(what[0], what[1], up)
@@ -227,23 +230,45 @@ class _Replay:
         self.held[n] = _Held.TIME
         self._post(ready_ns, _GO, n, self.cause[n])
 
-    def _land(self, n: int, moment: int) -> None:
-        self.outstanding[n] -= 1
-        self.landed[n] = moment
-        if self.held[n] is _Held.LANDING and not self.outstanding[n]:
-            self.cause[n] = moment
-            self._advance(n)
+    def _landed(self, n: int) -> bool:
+        """Have all moves of a ring landed? If not, it goes on when they have."""
+        if self.flying[n]:
+            self.held[n] = _Held.LANDING
+            return False
+        if self.when_ns[self.landed[n]] > self.now:
+            self._go_at(n, self.landed[n])
+            return False
+        return True
 
-    def _ask(self, n: int) -> None:
-        """Asks the ring's engine for its next move."""
+    def _go_at(self, n: int, moment: int) -> None:
+        """The ring goes on at a moment, and because of it."""
+        self.cause[n], self.held[n] = moment, _Held.TIME
+        self._post(self.when_ns[moment], _GO, n, moment)
+
+    def _granted(self, n: int) -> bool:
+        """Has the ring its engine for its next move? If not, it goes on when it is its turn."""
         engine = self.engine_of[n]
+        if not self.alone[engine]:
+            self._ask(n, engine)
+            return False
+        if self.busy[engine]:
+            self.held[n] = _Held.ENGINE
+            return False
+        if (free_ns := self.when_ns[self.free[engine]]) > self.now:
+            self.held[n] = _Held.TIME
+            self._post(free_ns, _GO, n, self.free[engine])
+            return False
+        self.busy[engine] = True
+        return True
+
+    def _ask(self, n: int, engine: int) -> None:
         self.held[n] = _Held.ENGINE
         heapq.heappush(self.asking[engine], (self.now, n))
         if not self.busy[engine]:
             self.busy[engine] = True
-            heapq.heappush(self.heap, (self.now, _LATE, _PICK, n, self.free[engine]))
+            heapq.heappush(self.heap, (self.now, _LATE, _PICK, engine, self.free[engine]))
 
-    def _pick(self, engine: tuple[int, int], free: int) -> None:
+    def _pick(self, engine: int, free: int) -> None:
         """The engine begins a move: that of the ring that asked first, of several the first of the plan."""
         self.free[engine] = free
         self.busy[engine] = bool(self.asking[engine])
@@ -255,7 +280,7 @@ class _Replay:
     def _begin(self, n: int, move: Move, cause: int) -> None:
         start = self.causes.add(self.now, cause, Phase.COPY)
         self.at[n] += 1
-        self.outstanding[n] += 1
+        self.flying[n] += 1
         cap, uses = self.resources.of(move)
         if uses and move.size_bytes:
             self.flowing.append((n, move, start))
@@ -279,17 +304,31 @@ class _Replay:
         """The last byte of a move is through its engine at `end_ns`; it lands a little later."""
         begin_ns, latency_ns = self.when_ns[start], self.resources.latency_ns(move)
         landed = self.causes.add(end_ns + latency_ns, start, Phase.COPY)
-        self._post(end_ns + latency_ns, _LAND, n, landed)
+        if self.when_ns[landed] >= self.when_ns[self.landed[n]]:
+            self.landed[n] = landed
+        self.flying[n] -= 1
+        if not self.flying[n] and self.held[n] is _Held.LANDING:
+            self._go_at(n, self.landed[n])
         if move.op is not Op.REDUCE:
             free = self.causes.add(max(end_ns, begin_ns + self.command_ns), start, Phase.COPY)
-            self._post(self.when_ns[free], _FREE, n, free)
+            self._leave(n, self.engine_of[n], free)
         if self.spans is not None:
-            rank, engine = self.engine_of[n]
+            rank, engine = self.engines[self.engine_of[n]]
             track = f"rank {rank} cores" if move.op is Op.REDUCE else f"rank {rank} engine {engine}"
             what = f"{move.op.name.lower()} {move.size_bytes} B"
             self._show(track, what, begin_ns, end_ns, move.size_bytes)
             for track in _tracks(self.machine.link.wiring, move.pairs):
                 self._show(track, what, begin_ns + latency_ns, end_ns + latency_ns, move.size_bytes)
+
+    def _leave(self, n: int, engine: int, free: int) -> None:
+        """The engine can begin another move at the moment `free`."""
+        if not self.alone[engine]:
+            self._post(self.when_ns[free], _PICK, engine, free)
+            return
+        self.free[engine], self.busy[engine] = free, False
+        if self.held[n] is _Held.ENGINE:
+            self.held[n] = _Held.TIME
+            self._post(self.when_ns[free], _GO, n, free)
 
     def _show(self, track: str, name: str, begin_ns: int, end_ns: int, size_bytes: int = 0) -> None:
         assert self.spans is not None

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection
 
 import numpy as np
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 
 from dovetail.errors import NotSupported
 from dovetail.plan import step as st
-from dovetail.plan.plan import Buffer, Plan, Role, Space
+from dovetail.plan.plan import Buffer, Plan, Queue, Role, Space
 from dovetail.plan.step import NONE, Op, Rows
 
 Ints = NDArray[np.int64]
@@ -50,7 +49,10 @@ def lower(plan: Plan, native: Collection[Op]) -> Plan:
         buffers = (*buffers, spare)
     made["op"][st.among(rows["op"][whole], missing)] = Op.COPY
     ends = np.cumsum(np.bincount(of_queue[whole], minlength=len(plan.queues)))[:-1]
-    queues = (dataclasses.replace(q, steps=own) for q, own in zip(plan.queues, np.split(made, ends), strict=True))
+    queues = [
+        Queue(rank=q.rank, engine=q.engine, steps=own, name=q.name)
+        for q, own in zip(plan.queues, np.split(made, ends), strict=True)
+    ]
     name = "lower " + "+".join(sorted(o.name.lower() for o in missing))
     return plan.replace(queues=tuple(queues), buffers=buffers, passes=(*plan.passes, name))
 
