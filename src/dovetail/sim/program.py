@@ -282,9 +282,8 @@ class _Pending:
 
 
 #: The columns of each side of a move.
-_SRC, _DST, _DST2 = (
-    tuple(f"{side}_{field}" for field in ("rank", "buffer", "offset", "param", "pitch")) for side in ("src", "dst", "dst2")
-)
+_FIELDS = ("rank", "buffer", "offset", "param", "pitch")
+_SRC, _DST, _DST2 = (tuple(f"{side}_{field}" for field in _FIELDS) for side in ("src", "dst", "dst2"))
 
 
 class _At(NamedTuple):

@@ -61,19 +61,21 @@ class Signals:
         """A wait for these words, settled if all their moments are known."""
         made = Wait(words)
         for word in words:
-            for signal, value in self._roots(word):
-                if self._moment_of(signal, value) is None:
+            for root in self._roots(word) if self._kinds[word[0]] is SignalKind.IMPORTED else (word,):
+                if self._moment_of(root) is None:
                     made.missing += 1
-                    self._waits[signal].append((value, made))
+                    self._waits[root[0]].append((root[1], made))
         if not made.missing:
             self._settle(made)
         return made
 
     def moment(self, word: Word) -> int | None:
         """The moment at which a signal reaches a value, as far as that is known."""
+        if self._kinds[word[0]] is not SignalKind.IMPORTED:
+            return self._moment_of(word)
         found = START
-        for signal, value in self._roots(word):
-            moment = self._moment_of(signal, value)
+        for root in self._roots(word):
+            moment = self._moment_of(root)
             if moment is None:
                 return None
             found = self._causes.later(found, moment)
@@ -87,14 +89,14 @@ class Signals:
             if (when_ns := self._causes.when_ns[moment]) > last_ns:
                 last_ns, wait.moment, wait.gate = when_ns, moment, self._kinds[word[0]] is SignalKind.GATE
 
-    def _moment_of(self, signal: int, value: int) -> int | None:
-        for reached, moment in self._level[signal]:
-            if reached >= value:
+    def _moment_of(self, word: Word) -> int | None:
+        for reached, moment in self._level[word[0]]:
+            if reached >= word[1]:
                 return moment
         return None
 
     def _roots(self, word: Word) -> Sequence[Word]:
-        """What a word comes down to: an imported signal is up from the start, less what it follows."""
+        """What a word comes down to: an imported signal is up from the start, but for what it follows."""
         signal, value = word
         if self._kinds[signal] is not SignalKind.IMPORTED:
             return (word,)
