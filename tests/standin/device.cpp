@@ -48,7 +48,8 @@ struct Stream {
 struct Event {
     std::mutex mutex;
     std::condition_variable changed;
-    uint64_t recorded = 0, done = 0;
+    uint64_t recorded = 0;
+    std::set<uint64_t> pending;  // records that no stream has reached: who waits for one is not let go by a later one
     Clock::time_point time;
     std::shared_ptr<Capture> capture;  // that the last record went into; guarded by World::mutex
 };
@@ -427,11 +428,12 @@ Result event_record(Event* handle, Stream* on) {
     {
         Lock lock(event->mutex);
         mark = ++event->recorded;
+        event->pending.insert(mark);
     }
     return stream_push(on, [event, mark] {
         Lock lock(event->mutex);
-        event->done = std::max(event->done, mark);
-        event->time = Clock::now();
+        event->pending.erase(mark);
+        if (mark == event->recorded) event->time = Clock::now();
         event->changed.notify_all();
     });
 }
@@ -443,7 +445,7 @@ Result event_query(Event* handle) {
         if (!(event = find(handle))) return Result::invalid_handle;
     }
     Lock lock(event->mutex);
-    return event->done >= event->recorded ? Result::success : Result::not_ready;
+    return event->pending.count(event->recorded) ? Result::not_ready : Result::success;
 }
 
 Result event_synchronize(Event* handle) {
@@ -454,7 +456,7 @@ Result event_synchronize(Event* handle) {
     }
     std::unique_lock lock(event->mutex);
     const uint64_t mark = event->recorded;
-    event->changed.wait(lock, [&] { return event->done >= mark; });
+    event->changed.wait(lock, [&] { return !event->pending.count(mark); });
     return Result::success;
 }
 
@@ -468,7 +470,7 @@ Result event_elapsed_ms(Event* begin, Event* end, float* out) {
         }
         Lock lock(event->mutex);
         if (!event->recorded) return Result::invalid_handle;
-        if (event->done < event->recorded) return Result::not_ready;
+        if (event->pending.count(event->recorded)) return Result::not_ready;
         times[i] = event->time;
     }
     *out = std::chrono::duration<float, std::milli>(times[1] - times[0]).count();
@@ -500,7 +502,7 @@ Result stream_wait_event(Stream* on, Event* handle) {
     }
     return stream_push(on, [event, mark] {
         std::unique_lock lock(event->mutex);
-        event->changed.wait(lock, [&] { return event->done >= mark; });
+        event->changed.wait(lock, [&] { return !event->pending.count(mark); });
     });
 }
 
