@@ -1,4 +1,4 @@
-"""The choice of a path: an estimate with the form of the records, that explains itself."""
+"""The choice of a path: lines of measured costs, that explain themselves."""
 
 from __future__ import annotations
 
@@ -7,59 +7,101 @@ from pathlib import Path as File
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as some
 
-from dovetail.kv.choose import H200, Path, choose, estimates
-from dovetail.kv.layout import block_outermost, layer_outermost
-from dovetail.kv.models import model
-from dovetail.kv.planner import Pieces, Table, table
+from dovetail import profile
+from dovetail.bench.kv import tune
+from dovetail.kv import costs
+from dovetail.kv.choose import CANDIDATES, Costs, Path, Samples, Shape, choose, is_aligned
+from dovetail.kv.layout import layer_outermost
+from dovetail.kv.planner import Direction, Pieces, Table, table
+from dovetail.measure import machine
 
-RECORDS = sorted((File(__file__).parents[2] / "benchmarks/results").glob("h200-kv-*.json"))
-
-
-def copies(layout: str, tokens: int, cache_bytes: int, outermost: str) -> Table:
-    found = model(layout)
-    num_blocks, count = cache_bytes // found.block_bytes, found.blocks(tokens)
-    made = found.layout(num_blocks, outermost=outermost)
-    rng = np.random.default_rng(1)
-    pieces = Pieces(num_slots=count, slot_bytes=made.slot_bytes, slots_per_piece=count)
-    return table("fetch", made, rng.permutation(num_blocks)[:count], rng.permutation(count), pieces)
+MB = 1 << 20
 
 
-def test_the_estimate_has_the_form_of_the_records() -> None:
-    cells: dict[tuple[object, ...], dict[str, float]] = {}
-    for record in RECORDS:
-        for row in json.loads(record.read_text())["rows"]:
-            key = (row["layout"], row["tokens"], row["cache_bytes"], row["outermost"], row["direction"])
-            cells.setdefault(key, {})[row["path"]] = row["time_us"]
-    assert len(cells) == 48
-    near = 0
-    for (layout, tokens, cache_bytes, outermost, _), times in cells.items():
-        choice = choose(copies(layout, tokens, cache_bytes, outermost))  # type: ignore[arg-type]
-        name = f"{choice.path} {choice.entries_per_call}" if choice.path is Path.DMA_BATCH else str(choice.path)
-        engines = [time_us for path, time_us in times.items() if path.startswith("dma")]
-        near += times[name] <= 1.05 * min(engines)
-        assert times[name] <= 1.15 * min(engines)
-    assert near / len(cells) >= 0.9
+def copies(row_bytes: int, blocks: int = 100) -> Table:
+    layout = layer_outermost("x", num_layers=10, row_bytes=row_bytes, num_blocks=2 * blocks)
+    pieces = Pieces(num_slots=blocks, slot_bytes=layout.slot_bytes, slots_per_piece=blocks)
+    return table("fetch", layout, np.arange(0, 2 * blocks, 2), np.arange(blocks), pieces)
 
 
-def test_short_rows_are_strided_and_whole_blocks_are_batched() -> None:
-    pieces = Pieces(num_slots=100, slot_bytes=80 * 8192, slots_per_piece=100)
-    strided = layer_outermost("x", num_layers=80, row_bytes=8192, num_blocks=1000)
-    whole = block_outermost("x", num_layers=80, row_bytes=8192, num_blocks=1000)
-    blocks, slots = np.arange(0, 200, 2), np.arange(100)
-    assert choose(table("fetch", strided, blocks, slots, pieces)).path is Path.DMA_2D
-    batched = choose(table("fetch", whole, blocks, slots, pieces))
-    assert batched.path is Path.DMA_BATCH
-    assert batched.entries_per_call == H200.entries_per_call
-    assert batched.reason.startswith("estimated: dma-2d ")
-    assert choose(table("fetch", whole, blocks, slots, pieces), batches=False).path is Path.DMA_2D
+COSTS = Costs(
+    samples={
+        (Direction.FETCH, False, Path.DMA_2D): Samples([(4096, 4 * MB, 180), (65536, 64 * MB, 1300)]),
+        (Direction.FETCH, False, Path.DMA_BATCH): Samples([(4096, 4 * MB, 900)]),
+        (Direction.FETCH, False, Path.STAGED): Samples([(4096, 4 * MB, 500), (65536, 64 * MB, 1250)]),
+        (Direction.FETCH, True, Path.DMA_2D): Samples([(4096, 4 * MB, 1800)]),
+        (Direction.FETCH, True, Path.STAGED): Samples([(4096, 4 * MB, 600)]),
+    },
+    entries_per_call=128,
+    source="a test",
+)
 
 
-def test_an_estimate_is_the_slower_of_issuing_and_moving() -> None:
-    layout = layer_outermost("x", num_layers=10, row_bytes=64, num_blocks=1000)
-    pieces = Pieces(num_slots=100, slot_bytes=640, slots_per_piece=100)
-    found = estimates(table("fetch", layout, np.arange(0, 200, 2), np.arange(100), pieces))
-    assert found[Path.DMA_2D] == pytest.approx(100 * H200.copy_us)  # tiny rows: issuing takes longer
-    assert found[Path.DMA_BATCH] == pytest.approx(1000 * H200.entry_us)
-    empty = estimates(table("fetch", layout, [], [], pieces))
-    assert set(empty.values()) == {0.0}
+def test_the_least_time_wins_and_says_why() -> None:
+    idle = choose(Direction.FETCH, copies(4096), COSTS, beside=False)
+    assert idle.path is Path.DMA_2D
+    assert idle.entries_per_call == 128
+    assert idle.reason == "estimated on an idle GPU: dma-2d 176 us, dma-batch 879 us, staged 488 us (a test)"
+    assert choose(Direction.FETCH, copies(65536), COSTS, beside=False).path is Path.STAGED  # near the other sample
+    busy = choose(Direction.FETCH, copies(4096), COSTS, beside=True)
+    assert busy.path is Path.STAGED
+    assert busy.reason.startswith("estimated beside computation: dma-2d 1758 us, staged 586 us")
+    assert choose(Direction.FETCH, copies(4096), COSTS, beside=True, paths=[Path.DMA_2D]).path is Path.DMA_2D
+    unknown = choose(Direction.STORE, copies(4096), COSTS, beside=False)
+    assert (unknown.path, unknown.reason) == (Path.DMA_2D, "no other path was measured")
+
+
+def test_rows_that_a_kernel_cannot_move_are_not_staged() -> None:
+    assert is_aligned(copies(4096))
+    assert not is_aligned(copies(4090))
+    assert choose(Direction.FETCH, copies(4090), COSTS, beside=True).path is Path.DMA_2D
+
+
+POINTS = some.tuples(some.integers(1, 1 << 20), some.integers(1, 1 << 34), some.floats(0.1, 1e6))
+
+
+@given(points=some.lists(POINTS, min_size=1, max_size=12, unique_by=lambda p: p[:2]), near=POINTS)
+def test_an_estimate_is_exact_at_a_sample_and_between_the_samples_elsewhere(
+    points: list[tuple[int, int, float]], near: tuple[int, int, float]
+) -> None:
+    samples = Samples(points)
+    for row_bytes, size_bytes, time_us in points:
+        others = [p for p in points if p[:2] != (row_bytes, size_bytes)]
+        apart = min((np.log2(p[0] / row_bytes) ** 2 + np.log2(p[1] / size_bytes) ** 2 for p in others), default=9.0)
+        if apart > 0.1:
+            found = samples.time_us(Shape(row_bytes=row_bytes, size_bytes=size_bytes))
+            assert found == pytest.approx(time_us, rel=1e-2)
+    speeds = [size_bytes / time_us for _, size_bytes, time_us in points]
+    found = near[1] / samples.time_us(Shape(row_bytes=near[0], size_bytes=near[1]))
+    assert min(speeds) * 0.999 <= found <= max(speeds) * 1.001
+    assert samples.time_us(Shape(row_bytes=1, size_bytes=0)) == 0
+
+
+def test_a_section_comes_back_as_it_was() -> None:
+    back = costs.parse(costs.section(COSTS), "a test")
+    assert back == COSTS
+    for wrong in ({}, {"fetch": {}}, {"entries_per_call": 1, "fetch": {"idle": {"dma-2d": [[1, 1]]}}}, [1]):
+        with pytest.raises(ValueError, match="section 'kv' of the profile is not understood"):
+            costs.parse(wrong, "profile")
+    for points in ([], [[0, 1, 1]], [[1, 1, -1]]):
+        with pytest.raises(ValueError, match="a path needs measured times"):
+            costs.parse({"entries_per_call": 1, "fetch": {"idle": {"dma-2d": points}}}, "profile")
+
+
+def test_the_profile_of_this_machine_goes_before_the_shipped_figures(
+    tmp_path: File, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOVETAIL_PROFILE", str(tmp_path / "profile.json"))
+    assert costs.current() == costs.shipped()
+    assert "H200" in costs.current().source
+    profile.save(profile.Profile(key=machine.profile_key(), sections={"coll": {}, "overlap": {"x": 1}}))
+    tune.save(COSTS, "cuda")
+    assert costs.current().samples == COSTS.samples
+    assert json.loads((tmp_path / "profile.json").read_text())["sections"]["overlap"] == {"x": 1}  # others stay
+
+
+def test_the_shipped_figures_cover_every_candidate() -> None:
+    assert set(costs.shipped().samples) == {(d, b, p) for d in Direction for b in (False, True) for p in CANDIDATES}

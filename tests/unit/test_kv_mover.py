@@ -133,7 +133,7 @@ def test_paths_that_do_not_fit_are_refused(device: Device) -> None:
         CpuMover(np.zeros(8, np.uint8), []).submit("fetch", copies, "dma-2d")
     with pytest.raises(ValueError, match="are outside a memory of 8 bytes"):
         CpuMover(np.zeros(8, np.uint8), [np.zeros(10_000, np.uint8)]).submit("fetch", copies)
-    with pytest.raises(ValueError, match="entries_per_call must be at least 1, not 0"):
+    with pytest.raises(ValueError, match="entries_per_call and num_streams must be at least 1, not 0 and 2"):
         GpuMover(device, 0, [], entries_per_call=0)
     rig.mover.close()
 

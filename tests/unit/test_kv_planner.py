@@ -26,7 +26,9 @@ def naive(direction: Direction, layout: Layout, blocks: list[int], slots: list[i
     for block, slot in zip(blocks, slots, strict=True):
         at = slot * layout.slot_bytes
         for group in layout.groups:
-            for base, stride in zip(group.bases.tolist(), group.strides.tolist(), strict=True):
+            columns = (group.bases.tolist(), group.strides.tolist(), group.places.tolist())
+            for base, stride, place in zip(*columns, strict=True):
+                at = at if group.packed else slot * layout.slot_bytes + place
                 on_device = slice(base + block * stride, base + block * stride + group.row_bytes)
                 on_host = slice(at, at + group.row_bytes)
                 if direction is Direction.FETCH:
@@ -58,7 +60,7 @@ def run(made: Plan, cache: Bytes, pool: Bytes, pieces: Pieces) -> None:
 @some.composite
 def layouts(draw: some.DrawFn) -> Layout:
     num_blocks = draw(some.integers(1, 12))
-    kind = draw(some.sampled_from(["layer", "block", "gaps", "irregular", "groups"]))
+    kind = draw(some.sampled_from(["layer", "block", "gaps", "irregular", "groups", "places"]))
     layers, row, split = draw(some.integers(1, 5)), draw(some.integers(1, 9)), draw(some.booleans())
     sizes = {"num_layers": layers, "row_bytes": row, "num_blocks": num_blocks, "split": split}
     if kind == "layer":
@@ -67,15 +69,21 @@ def layouts(draw: some.DrawFn) -> Layout:
         return layer_outermost(kind, **sizes, gap_bytes=draw(some.integers(1, 7)))
     if kind == "block":
         return block_outermost(kind, **sizes)
-    groups, at = [], 0
-    for n in range(draw(some.integers(2, 3)) if kind == "groups" else 1):
+    groups, at, place = [], 0, 0
+    for n in range(1 if kind == "irregular" else draw(some.integers(2, 3))):
         width = draw(some.integers(1, 6))
         bases = []
         for _ in range(draw(some.integers(1, 6))):  # allocations at any distance, in any order
             at += draw(some.integers(0, 3))
             bases.append(at)
             at += num_blocks * width
-        groups.append(Group(f"g{n}", width, draw(some.permutations(bases)), width, num_blocks))
+        bases, places = draw(some.permutations(bases)), None
+        if kind == "places":  # anywhere in the slot, often equally spaced
+            gap = draw(some.integers(0, 3))
+            places = [place + k * (width + gap) for k in range(len(bases))]
+            place = places[-1] + width
+            places = places if draw(some.booleans()) else draw(some.permutations(places))
+        groups.append(Group(f"g{n}", width, bases, width, num_blocks, places=places))
     return Layout(kind, tuple(groups))
 
 
@@ -102,7 +110,8 @@ def test_a_plan_moves_what_naive_copies_move(
     run(made, cache, pool, pieces)
     assert (cache == wanted_cache).all()
     assert (pool == wanted_pool).all()
-    assert table(direction, layout, blocks, slots, pieces).size_bytes == count * layout.slot_bytes
+    block_bytes = sum(group.num_rows * group.row_bytes for group in layout.groups)
+    assert table(direction, layout, blocks, slots, pieces).size_bytes == count * block_bytes
 
 
 @settings(max_examples=60, deadline=None)
@@ -215,6 +224,21 @@ def test_one_slot_may_be_read_twice_but_not_written_twice() -> None:
         plan("store", layout, [1, 2], [3, 3], pieces)
 
 
+def test_slots_may_be_larger_than_blocks() -> None:
+    """As where caches with different blocks share a pool."""
+    layout = layer_outermost("x", num_layers=2, row_bytes=64, num_blocks=10)
+    pieces = Pieces(num_slots=4, slot_bytes=200, slots_per_piece=4)
+    rng = np.random.default_rng(1)
+    cache, pool = random_bytes(rng, layout.size_bytes), random_bytes(rng, 800)
+    wanted = pool.copy()
+    for block, slot in ((4, 1), (5, 2), (0, 3)):
+        for row in range(2):
+            on_device = row * 640 + block * 64
+            wanted[slot * 200 + row * 64 :][:64] = cache[on_device : on_device + 64]
+    run(plan("store", layout, [4, 5, 0], [1, 2, 3], pieces), cache, pool, pieces)
+    assert (pool == wanted).all()
+
+
 def test_a_pool_of_other_slots_is_refused() -> None:
     layout = layer_outermost("x", num_layers=2, row_bytes=64, num_blocks=10)
     with pytest.raises(ValueError, match="a slot of the pool has 100 bytes, a block of layout x 128"):
@@ -231,20 +255,28 @@ def test_a_pool_of_other_slots_is_refused() -> None:
         ((0, [0], 8, 3), "row_bytes and num_blocks of at least 1"),
         ((8, [], 8, 3), "needs rows"),
         ((8, [-8], 8, 3), "bases must not be negative"),
+        ((8, [0, 24], 8, 3, [0, 4]), "each row needs a place of its own, 8 bytes, in a slot"),
+        ((8, [0, 24], 8, 3, [0]), "each row needs a place"),
+        ((8, [0, 24], 8, 3, [-8, 8]), "each row needs a place"),
+        ((8, [0, 24], 8, 3, [64, 8]), None),
     ],
 )
 def test_rows_that_alias_are_refused(arguments: tuple[Any, ...], message: str | None) -> None:
+    *rest, places = [*arguments, None][:5]
     if message is None:
-        Group("x", *arguments)
+        Group("x", *rest, places=places)
         return
     with pytest.raises(ValueError, match=message):
-        Group("x", *arguments)
+        Group("x", *rest, places=places)
 
 
 def test_groups_must_fit_together() -> None:
     a, b = Group("a", 8, [0], 8, 3), Group("b", 8, [100], 8, 4)
     with pytest.raises(ValueError, match="the same number of blocks, found a 3, b 4"):
         Layout("x", (a, b))
+    placed = Group("b", 8, [100], 8, 3, places=[8])
+    with pytest.raises(ValueError, match="either all groups have places in a slot or none has"):
+        Layout("x", (a, placed))
     with pytest.raises(ValueError, match="at least one group"):
         Layout("x", ())
     with pytest.raises(ValueError, match="an entry for each row"):
@@ -268,3 +300,26 @@ def test_the_layout_of_tensors_that_exist() -> None:
     mixed, _ = of_tensors("x", [[whole[0, 0]], [torch.zeros(10, 3, 8)]])
     assert [g.row_bytes for g in mixed.groups] == [128, 96]
     assert mixed.layers == ((0,), (1,))
+
+
+@given(some.integers(1, 5000), some.lists(some.tuples(some.integers(1, 40), some.integers(1, 300)), max_size=8))
+def test_a_split_moves_the_same_rows_in_smaller_copies(most_bytes: int, shapes: list[tuple[int, int]]) -> None:
+    """Rows keep their order and their two ends; no copy is larger, unless it is a single row."""
+    rows, width = (np.array([shape[k] for shape in shapes], np.int64) for k in range(2))
+    begin = np.cumsum(rows * (width + 7)) - rows * (width + 7)
+    whole = Table(begin, 0 * rows, 2 * begin, width, rows, width + 7, width + 3)
+    parts = whole.split(most_bytes)
+
+    def ends(copies: Table) -> list[tuple[int, int, int]]:
+        sides = zip(copies.device, copies.device_pitch, copies.host, copies.host_pitch, strict=True)
+        return [
+            (int(d + r * d_pitch), int(h + r * h_pitch), int(width))
+            for (d, d_pitch, h, h_pitch), width, rows in zip(sides, copies.width, copies.rows, strict=True)
+            for r in range(int(rows))
+        ]
+
+    assert ends(parts) == ends(whole)
+    assert ((parts.rows * parts.width <= most_bytes) | (parts.rows == 1)).all()
+    groups = parts.by_shape()
+    assert sum(map(len, groups)) == len(parts)
+    assert all(len({(int(w), int(r)) for w, r in zip(g.width, g.rows, strict=True)}) == 1 for g in groups)

@@ -1,16 +1,23 @@
 """How bytes can be moved, and which way is chosen: a pure function of the copies and of measured costs.
 
-Owns the names of the paths and the estimate. A path takes as long as the slower of two: the CPU that issues its
-descriptors, and the engine that works them off, a cost for each row and the bytes at the link's speed. The kernel is
-never chosen: it takes multiprocessors, and from device to host over PCIe it disturbs what computes beside it.
+Owns the names of the paths and the estimate: the time for each byte that was measured for requests most like this one,
+by the length of their rows and by their size (`dovetail.kv.costs`), in each direction, on an idle GPU and beside
+computation, where rows cost more. No formula: next to kernels that hold all multiprocessors, times go in steps. The
+kernel that gathers rows is never chosen: it holds multiprocessors for as long as the link is busy, and from device to
+host it stalls what runs beside it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from dovetail.kv.planner import Table
+import numpy as np
+
+from dovetail.kv.planner import Direction, Table
+
+VECTOR_BYTES = 16  #: what kernels move is whole ones
 
 
 class Path(StrEnum):
@@ -20,24 +27,70 @@ class Path(StrEnum):
     DMA_2D = "dma-2d"  #: a strided copy for each block: few descriptors, no compute cores
     DMA_BATCH = "dma-batch"  #: a linear copy for each row, many to a call
     DMA_LOOP = "dma-loop"  #: a linear copy for each row, a call each
+    STAGED = "staged"  #: contiguous copies to staging memory on the GPU, and a kernel between that and the cache
     KERNEL = "kernel"  #: a kernel that gathers rows: it takes multiprocessors
     CPU = "cpu"  #: plain memory copies
 
 
+CANDIDATES = (Path.DMA_2D, Path.DMA_BATCH, Path.STAGED)  #: of `auto`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What the time of copies depends on."""
+
+    row_bytes: int  #: on average
+    size_bytes: int
+
+    @classmethod
+    def of(cls, table: Table) -> Shape:
+        """Of a table."""
+        size_bytes = table.size_bytes
+        return cls(row_bytes=round(size_bytes / max(int(table.rows.sum()), 1)), size_bytes=size_bytes)
+
+
+class Samples:
+    """Measured times of one path."""
+
+    def __init__(self, points: Sequence[tuple[int, int, float]]) -> None:
+        """Each is (row bytes, size in bytes, microseconds)."""
+        self.points = [(int(row), int(size), float(time_us)) for row, size, time_us in points]
+        if not self.points or min(min(point) for point in self.points) <= 0:
+            raise ValueError("a path needs measured times, of rows and requests that have bytes")
+        rows, sizes, times = np.array(self.points, float).T
+        self._where = np.log2([rows, sizes])
+        self._per_byte = np.log(times / sizes)
+
+    def time_us(self, shape: Shape) -> float:
+        """What the nearest of them make likely; exact at one of them, and nothing takes no time."""
+        if not shape.size_bytes:
+            return 0.0
+        here = np.log2([[max(shape.row_bytes, 1)], [shape.size_bytes]])
+        distance = ((self._where - here) ** 2).sum(axis=0)
+        near = np.argsort(distance)[:_NEAREST]
+        weight = 1 / (distance[near] + _CLOSE)
+        return float(np.exp((weight * self._per_byte[near]).sum() / weight.sum()) * shape.size_bytes)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Samples) and self.points == other.points
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+_NEAREST = 4
+_CLOSE = 1e-6
+
+#: (direction, whether computation runs beside, path)
+Case = tuple[Direction, bool, Path]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What was measured of one GPU and its link; microseconds, and GB/s."""
+    """What was measured of one GPU and its link."""
 
-    link_gbps: float  #: of one large copy
-    copy_us: float  #: to issue one copy, plain or strided
-    row_us: float  #: of an engine for each row of a strided copy, besides its bytes
-    start_us: float  #: of an engine for each plain copy, besides its bytes
-    entry_us: float  #: to issue one entry of a batch
+    samples: Mapping[Case, Samples]
     entries_per_call: int  #: of a batch
-
-
-#: One H200, PCIe 5.0 x16, driver 580; set by hand from benchmarks/results/h200-kv-64g.json and h200-kv-block.json.
-H200 = Costs(link_gbps=54.0, copy_us=5.4, row_us=0.07, start_us=1.9, entry_us=0.66, entries_per_call=128)
+    source: str  #: whose figures these are, for `Choice.reason`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,22 +102,33 @@ class Choice:
     reason: str
 
 
-def choose(table: Table, costs: Costs = H200, *, batches: bool = True) -> Choice:
-    """The path of the least estimated time; `batches` says whether the driver has them."""
-    times = estimates(table, costs)
-    if not batches:
-        del times[Path.DMA_BATCH]
+def choose(
+    direction: Direction, table: Table, costs: Costs, *, beside: bool, paths: Collection[Path] = CANDIDATES
+) -> Choice:
+    """The path of the least estimated time.
+
+    Args:
+        beside: does computation run at the same time?
+        paths: those that can run here. Rows that are not whole multiples of 16 bytes are never staged.
+    """
+    if Path.STAGED in paths and not is_aligned(table):
+        paths = [path for path in paths if path is not Path.STAGED]
+    shape = Shape.of(table)
+    times = {
+        path: costs.samples[direction, beside, path].time_us(shape)
+        for path in CANDIDATES
+        if path in paths and (direction, beside, path) in costs.samples
+    }
+    if not times:
+        return Choice(path=Path.DMA_2D, entries_per_call=costs.entries_per_call, reason="no other path was measured")
     best = min(times, key=lambda path: times[path])
     shown = ", ".join(f"{path} {time_us:.0f} us" for path, time_us in times.items())
-    return Choice(path=best, entries_per_call=costs.entries_per_call, reason=f"estimated: {shown}")
+    where = "beside computation" if beside else "on an idle GPU"
+    reason = f"estimated {where}: {shown} ({costs.source})"
+    return Choice(path=best, entries_per_call=costs.entries_per_call, reason=reason)
 
 
-def estimates(table: Table, costs: Costs = H200) -> dict[Path, float]:
-    """Microseconds by path."""
-    bytes_us = table.size_bytes / costs.link_gbps / 1e3
-    rows, plain = int(table.rows.sum()), int((table.rows == 1).sum())
-    by_copies = bytes_us + (rows - plain) * costs.row_us + plain * costs.start_us
-    return {
-        Path.DMA_2D: max(len(table) * costs.copy_us, by_copies),
-        Path.DMA_BATCH: max(rows * costs.entry_us, bytes_us),
-    }
+def is_aligned(table: Table) -> bool:
+    """Can a kernel move the strided copies of a table?"""
+    strided = table.rows > 1
+    return not ((table.device | table.width | table.device_pitch)[strided] % np.int64(VECTOR_BYTES)).any()

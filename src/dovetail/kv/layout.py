@@ -4,7 +4,8 @@ A cache is one range of addresses. A *group* is a set of rows with one page size
 at `bases[r] + b * strides[r]`. Layer-outermost caches, block-outermost ones, K and V apart or packed, MLA, and groups
 of layers with different pages are all of this form; nothing assumes that rows are equally spaced, `runs` finds out.
 
-On the host a block is one *slot*: its groups one after the other, the rows of each without gaps.
+On the host a block is one *slot*: its groups one after the other, the rows of each without gaps, unless `places` say
+where each row lies in it.
 """
 
 from __future__ import annotations
@@ -22,19 +23,25 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class RowRun:
-    """Rows of a group that are equally spaced on the device: one strided copy moves them."""
+    """Rows of a group that are equally spaced on both sides: one strided copy moves them."""
 
     first: int  #: row
     count: int
-    pitch: int  #: bytes between two of them; `row_bytes` if they are contiguous
+    pitch: int  #: bytes between two of them on the device; `row_bytes` if they are contiguous
     stride: int  #: from one block to the next
+    host_pitch: int  #: in a slot
 
 
 class Group:
     """Rows of one page size."""
 
-    def __init__(self, name: str, row_bytes: int, bases: Any, strides: Any, num_blocks: int) -> None:
-        """`bases`: offset of each row of block 0 in the cache; `strides`: one for all rows, or one each."""
+    def __init__(
+        self, name: str, row_bytes: int, bases: Any, strides: Any, num_blocks: int, *, places: Any = None
+    ) -> None:
+        """`bases`: offset of each row of block 0 in the cache; `strides`: one for all rows, or one each.
+
+        `places`: offset of each row in a slot; None puts them one after the other, behind the group before.
+        """
         self.name, self.row_bytes, self.num_blocks = name, int(row_bytes), int(num_blocks)
         self.bases: Ints = np.array(bases, np.int64).reshape(-1)
         self.strides: Ints = np.broadcast_to(np.array(strides, np.int64), self.bases.shape).copy()
@@ -45,10 +52,16 @@ class Group:
             )
         if (self.bases < 0).any() or (self.strides < self.row_bytes).any():
             raise ValueError(f"group {name}: bases must not be negative, and blocks at least {row_bytes} bytes apart")
+        self.packed = places is None
+        packed = np.arange(len(self.bases)) * self.row_bytes
+        self.places: Ints = packed if places is None else np.array(places, np.int64).reshape(-1)
         self._refuse_overlap()
 
     def _refuse_overlap(self) -> None:
-        """Raises ValueError if two rows of the cache share bytes: a fetch would write one over the other."""
+        """Raises ValueError if two rows share bytes: one would be written over the other."""
+        gaps = np.diff(np.sort(self.places))
+        if self.places.shape != self.bases.shape or (self.places < 0).any() or (gaps < self.row_bytes).any():
+            raise ValueError(f"group {self.name}: each row needs a place of its own, {self.row_bytes} bytes, in a slot")
         ends = self.bases + (self.num_blocks - 1) * self.strides + self.row_bytes
         order = np.argsort(self.bases, kind="stable")
         meets = np.flatnonzero(self.bases[order][1:] < np.maximum.accumulate(ends[order])[:-1])
@@ -68,25 +81,26 @@ class Group:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block in this group."""
-        return self.num_rows * self.row_bytes
+        """Bytes that a block of this group takes in a slot."""
+        return int(self.places.max()) + self.row_bytes
 
     @functools.cached_property
     def runs(self) -> tuple[RowRun, ...]:
-        """The rows in maximal stretches of one ascending pitch and one stride, in order."""
+        """The rows in maximal stretches of one ascending pitch on each side and one stride, in order."""
         return self.runs_between(0, self.num_rows)
 
     def runs_between(self, first: int, end: int) -> tuple[RowRun, ...]:
         """The same of rows `first` to `end`, without `end`."""
         found = []
-        steps, same = np.diff(self.bases), self.strides[1:] == self.strides[:-1]
+        steps = np.stack([np.diff(self.bases), np.diff(self.places)])
+        same = self.strides[1:] == self.strides[:-1]
         while first < end:
             last = first
-            if first + 1 < end and same[first] and steps[first] >= self.row_bytes:
-                while last + 1 < end and same[last] and steps[last] == steps[first]:
+            if first + 1 < end and same[first] and steps[:, first].min() >= self.row_bytes:
+                while last + 1 < end and same[last] and (steps[:, last] == steps[:, first]).all():
                     last += 1
-            pitch = int(steps[first]) if last > first else self.row_bytes
-            found.append(RowRun(first, last - first + 1, pitch, int(self.strides[first])))
+            pitch, host = steps[:, first].tolist() if last > first else (self.row_bytes, self.row_bytes)
+            found.append(RowRun(first, last - first + 1, pitch, int(self.strides[first]), host))
             first = last + 1
         return tuple(found)
 
@@ -105,6 +119,8 @@ class Layout:
         if len({g.num_blocks for g in self.groups}) > 1:
             found = ", ".join(f"{g.name} {g.num_blocks}" for g in self.groups)
             raise ValueError(f"layout {self.name}: all groups need the same number of blocks, found {found}")
+        if len({g.packed for g in self.groups}) > 1:
+            raise ValueError(f"layout {self.name}: either all groups have places in a slot or none has")
         if self.layers and [len(of) for of in self.layers] != [g.num_rows for g in self.groups]:
             raise ValueError(f"layout {self.name}: `layers` needs an entry for each row of each group")
 
@@ -131,11 +147,13 @@ class Layout:
     @property
     def slot_bytes(self) -> int:
         """Bytes of a block, over all groups: what it takes on the host."""
-        return sum(g.block_bytes for g in self.groups)
+        return max(offset + g.block_bytes for offset, g in zip(self.slot_offsets, self.groups, strict=True))
 
     @functools.cached_property
     def slot_offsets(self) -> tuple[int, ...]:
-        """Where each group begins in a slot."""
+        """Where the places of each group are counted from in a slot."""
+        if not self.groups[0].packed:
+            return (0,) * len(self.groups)
         ends = np.cumsum([g.block_bytes for g in self.groups]).tolist()
         return (0, *ends[:-1])
 
@@ -167,20 +185,27 @@ def block_outermost(name: str, *, num_layers: int, row_bytes: int, num_blocks: i
     return Layout(name, (group,), (tuple(n for n in range(num_layers) for _ in range(parts)),))
 
 
-def of_tensors(name: str, layers: Sequence[Sequence[Any]], *, block_dim: int = 0) -> tuple[Layout, int]:
+def of_tensors(
+    name: str,
+    layers: Sequence[Sequence[Any]],
+    *,
+    block_dim: int = 0,
+    places: Sequence[Sequence[int]] | None = None,
+) -> tuple[Layout, int]:
     """The layout of caches that already exist, and the address at which it begins.
 
     Args:
         layers: for each layer its tensors (K and V, or one of both), anywhere in one device's memory.
         block_dim: the dimension of blocks. What a block has in a tensor must be contiguous.
+        places: for each tensor where it lies in a slot; None puts them one after the other, those of a size together.
 
     Raises:
         ValueError: a tensor whose blocks are not contiguous, or tensors with different numbers of blocks.
     """
-    rows: dict[int, list[tuple[int, int, int]]] = {}  # row_bytes -> (address, stride, layer)
+    rows: dict[int, list[tuple[int, int, int, int]]] = {}  # row_bytes -> (address, stride, layer, place)
     blocks = set()
     for layer, tensors in enumerate(layers):
-        for t in tensors:
+        for n, t in enumerate(tensors):
             count, stride = t.shape[block_dim], t.stride(block_dim) * t.element_size()
             inner = t.select(block_dim, 0)
             if not inner.is_contiguous():
@@ -188,13 +213,18 @@ def of_tensors(name: str, layers: Sequence[Sequence[Any]], *, block_dim: int = 0
                     f"layout {name}: layer {layer}: a block of a tensor of shape {tuple(t.shape)} is not contiguous"
                 )
             blocks.add(count)
-            rows.setdefault(inner.numel() * t.element_size(), []).append((t.data_ptr(), stride, layer))
+            rows.setdefault(inner.numel() * t.element_size(), []).append(
+                (t.data_ptr(), stride, layer, places[layer][n] if places else 0)
+            )
     if len(blocks) != 1:
         raise ValueError(f"layout {name}: all tensors need the same number of blocks, found {sorted(blocks)}")
-    base = min(address for found in rows.values() for address, _, _ in found)
+    base = min(address for found in rows.values() for address, *_ in found)
+    (num_blocks,) = blocks
     groups, of_layer = [], []
     for row_bytes, found in rows.items():
-        bases, strides = [a - base for a, _, _ in found], [s for _, s, _ in found]
-        groups.append(Group(f"{row_bytes} B", row_bytes, bases, strides, blocks.copy().pop()))
-        of_layer.append(tuple(layer for _, _, layer in found))
+        addresses, strides, layer_of, place_of = zip(*found, strict=True)
+        bases = [address - base for address in addresses]
+        placed = place_of if places else None
+        groups.append(Group(f"{row_bytes} B", row_bytes, bases, strides, num_blocks, places=placed))
+        of_layer.append(layer_of)
     return Layout(name, tuple(groups), tuple(of_layer)), base

@@ -11,7 +11,7 @@ BLOCK_TOKENS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What a model keeps of a token in each layer, in 16-bit numbers."""
+    """What a model keeps of a token in each layer, in 16-bit numbers where nothing else is said."""
 
     name: str
     num_layers: int
@@ -35,8 +35,8 @@ class Model:
         return -(-tokens // BLOCK_TOKENS)
 
 
-def _attention(heads: int, width: int) -> int:
-    return BLOCK_TOKENS * heads * width * 2 * 2  # K and V, two bytes each
+def _attention(heads: int, width: int, element_bytes: int = 2) -> int:
+    return BLOCK_TOKENS * heads * width * 2 * element_bytes  # K and V
 
 
 MODELS = {
@@ -45,6 +45,9 @@ MODELS = {
         Model(name="llama-8b", num_layers=32, row_bytes=_attention(8, 128), note="8 KV heads of 128"),
         Model(name="llama-70b-tp4", num_layers=80, row_bytes=_attention(2, 128), note="2 of 8 KV heads of 128"),
         Model(name="llama-70b-tp8", num_layers=80, row_bytes=_attention(1, 128), note="1 of 8 KV heads of 128"),
+        Model(
+            name="llama-70b-tp8-fp8", num_layers=80, row_bytes=_attention(1, 128, 1), note="the same in 8-bit numbers"
+        ),
         Model(name="gpt-oss", num_layers=36, row_bytes=_attention(8, 64), note="8 KV heads of 64"),
         Model(name="mla", num_layers=61, row_bytes=BLOCK_TOKENS * 576 * 2, note="latent of 512 and 64, as DeepSeek-V3"),
     )

@@ -7,19 +7,25 @@ last byte. Submitting returns at once: the engines work while Python issues the 
 
 from __future__ import annotations
 
+import itertools
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.errors import Timeout
+from dovetail.errors import HardwareError, Timeout
 from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.driver import SourceOrder
-from dovetail.kv.choose import H200, Choice, Costs, Path, choose
+from dovetail.kv import costs as measured
+from dovetail.kv import staging
+from dovetail.kv.choose import CANDIDATES, Choice, Costs, Path, choose
 from dovetail.kv.planner import Direction, Table
+from dovetail.kv.staging import Launch, Staging
 
+logger = logging.getLogger(__name__)
 Ints = NDArray[np.int64]
 _PAUSE_S = 50e-6
 
@@ -45,20 +51,43 @@ class GpuMover:
     """Copies between a cache in a GPU's memory and pinned pieces of host memory."""
 
     def __init__(
-        self, device: Device, cache: int, pieces: Sequence[int], *, entries_per_call: int = 512, costs: Costs = H200
+        self,
+        device: Device,
+        cache: int,
+        pieces: Sequence[int],
+        *,
+        entries_per_call: int = 512,
+        num_streams: int = 2,
+        costs: Costs | None = None,
+        paths: Collection[Path | str] = CANDIDATES,
+        launch: Launch | None = None,
     ) -> None:
-        """`cache`: the address at which the layout begins; `pieces`: the address of each piece of host memory.
+        """For a cache in a GPU's memory.
 
-        `costs`: what `auto` estimates by.
+        Args:
+            cache: the address at which the layout begins.
+            pieces: the address of each piece of host memory.
+            num_streams: streams of a direction that share strided copies. An engine idles between two copies of one
+                stream until it has a long queue; two streams fill that gap.
+            costs: what `auto` estimates by; if not given, what was measured on this machine, or what is shipped.
+            paths: those that `auto` may take. `staged` needs 256 MB of the GPU's memory for each direction, when it
+                first takes it; where there is no room it is left out.
+            launch: puts the kernel of the path staged into a stream, if not by Triton.
         """
-        if entries_per_call < 1:
-            raise ValueError(f"entries_per_call must be at least 1, not {entries_per_call}")
+        if entries_per_call < 1 or num_streams < 1:
+            found = f"{entries_per_call} and {num_streams}"
+            raise ValueError(f"entries_per_call and num_streams must be at least 1, not {found}")
         device.enter()
         self._device, self._driver = device, device.driver
         self._cache, self._pieces = cache, np.array(pieces, np.int64)
-        self._costs = costs
+        self._costs, self._launch = costs, launch
+        self._paths = {Path(path) for path in paths}
         self._entries = min(entries_per_call, device.caps.most_batched or entries_per_call)
-        self._streams = {direction: self._driver.stream_create() for direction in Direction}
+        self._streams = {
+            direction: [self._driver.stream_create() for _ in range(num_streams)] for direction in Direction
+        }  #: the first has the order, others share the work of copies
+        self._staging: dict[Direction, Staging] = {}  # made when first needed
+        self._last: dict[Direction, GpuTransfer] = {}
         self._tables: list[GpuTransfer] = []  # that hold tables for kernels: torch frees those before their streams go
         self._closed = False
 
@@ -69,12 +98,14 @@ class GpuMover:
         path: Path | str = Path.DMA_2D,
         *,
         after: Sequence[int] = (),
+        beside: bool | None = None,
         entries_per_call: int | None = None,
     ) -> GpuTransfer:
         """Starts a transfer; returns before it has landed.
 
         Args:
             after: streams whose work so far must be done first.
+            beside: for `auto`: does computation run at the same time? If not said: yes, unless `after` are all done.
 
         Raises:
             ValueError: an unknown path, or the mover is closed.
@@ -85,16 +116,16 @@ class GpuMover:
         if self._closed:
             raise ValueError("the mover is closed")
         choice = Choice(path=path, entries_per_call=entries_per_call or self._entries, reason="asked for")
-        if path is Path.AUTO:
-            choice = choose(table, self._costs, batches=self._device.caps.batched_copy)
         self._device.enter()
-        stream = self._streams[direction]
+        if path is Path.AUTO:
+            if beside is None:
+                beside = not after or not all(map(self._driver.stream_done, after))
+            choice = self._choice(direction, table, beside)
+        stream = self._streams[direction][0]
         for other in after:
-            event = self._device.take_event()
-            self._driver.event_record(event, other)
-            self._driver.stream_wait_event(stream, event)
-            self._device.give_event(event)
+            self._order(other, stream)
         held: list[Any] = []
+        last = stream  # where the last byte is
         match choice.path:
             case Path.KERNEL:
                 held = self._gathered(direction, table, stream)
@@ -104,16 +135,52 @@ class GpuMover:
                 self._batched(direction, table, stream, choice.entries_per_call)
             case Path.DMA_LOOP:
                 self._looped(direction, table, stream)
+            case Path.STAGED:
+                last = self._staged(direction, table, stream)
             case _:
                 raise ValueError(f"a cache in a GPU's memory can't be reached by the path {path}")
-        made = GpuTransfer(self._device, stream, direction, choice, table.size_bytes, held)
+        if before := self._last.get(direction):  # a transfer is over after those before it, whatever their streams
+            before.join(last)
+        made = self._last[direction] = GpuTransfer(self._device, last, direction, choice, table.size_bytes, held)
         self._tables = [t for t in self._tables if not t.is_over()] + ([made] if held else [])
         return made
+
+    def _known(self) -> Costs:
+        if self._costs is None:
+            self._costs = measured.current(self._driver.name)
+        return self._costs
+
+    def _choice(self, direction: Direction, table: Table, beside: bool) -> Choice:
+        """Of the paths that can run here."""
+        paths = self._paths if self._device.caps.batched_copy else self._paths - {Path.DMA_BATCH}
+        if self._launch is None and not staging.has_kernel():
+            paths = paths - {Path.STAGED}
+        choice = choose(direction, table, self._known(), beside=beside, paths=paths)
+        if choice.path is not Path.STAGED:
+            return choice
+        try:
+            self._through(direction)
+        except HardwareError as error:
+            logger.warning("auto leaves out the path staged from now on: %s", error)
+            self._paths = self._paths - {Path.STAGED}
+            return self._choice(direction, table, beside)
+        return choice
 
     def is_idle(self, direction: Direction | str) -> bool:
         """True if nothing is under way in this direction."""
         self._device.enter()
-        return self._closed or self._driver.stream_done(self._streams[Direction(direction)])
+        if self._closed:
+            return True
+        through = self._staging.get(Direction(direction))
+        copied = all(self._driver.stream_done(stream) for stream in self._streams[Direction(direction)])
+        return copied and (through is None or through.is_idle())
+
+    def _order(self, first: int, then: int) -> None:
+        """What `then` is given from now on comes after what `first` was given."""
+        event = self._device.take_event()
+        self._driver.event_record(event, first)
+        self._driver.stream_wait_event(then, event)
+        self._device.give_event(event)
 
     def _sides(self, direction: Direction, device: Ints, piece: Ints, host: Ints) -> tuple[Ints, Ints]:
         """(destination, source) addresses."""
@@ -124,10 +191,35 @@ class GpuMover:
         dst, src = self._sides(direction, table.device, table.piece, table.host)
         pitches = (table.device_pitch, table.host_pitch)
         to, of = pitches if direction is Direction.FETCH else pitches[::-1]
-        copy = self._driver.copy_rows
         columns = [column.tolist() for column in (dst, to, src, of, table.width, table.rows)]
+        streams = self._streams[direction][: len(table)]
+        for other in streams[1:]:
+            self._order(stream, other)
+        copy = self._driver.copy_rows
+        where = itertools.cycle(streams)
         for d, d_pitch, s, s_pitch, width, rows in zip(*columns, strict=True):
-            copy(d, d_pitch, s, s_pitch, width, rows, stream)
+            copy(d, d_pitch, s, s_pitch, width, rows, next(where))
+        for other in streams[1:]:
+            self._order(other, stream)
+
+    def _through(self, direction: Direction) -> Staging:
+        """Staging memory, made when it is first needed."""
+        if direction not in self._staging:
+            self._staging[direction] = Staging(self._device, direction, launch=self._launch)
+        return self._staging[direction]
+
+    def _staged(self, direction: Direction, table: Table, stream: int) -> int:
+        """Rows through staging memory, all else directly; returns the stream that ends last."""
+        through = self._through(direction)
+        fits = (table.rows > 1) & (table.host_pitch == table.width) & (table.width * 2 <= through.chunk_bytes)
+        if not fits.all():
+            self._strided(direction, table.where(~fits), stream)
+            table = table.where(fits)
+        last = stream
+        for mine in table.split(through.chunk_bytes).by_shape():
+            device, host = self._cache + mine.device, self._pieces[mine.piece] + mine.host
+            last = through.run(device, mine.device_pitch, host, int(mine.rows[0]), int(mine.width[0]), stream)
+        return last
 
     def _batched(self, direction: Direction, table: Table, stream: int, entries: int) -> None:
         device, piece, host, length = linear(table)
@@ -165,7 +257,9 @@ class GpuMover:
         self._closed = True
         for transfer in self._tables:
             transfer.is_over()
-        for stream in self._streams.values():
+        for through in self._staging.values():
+            through.close(timeout_s)
+        for stream in itertools.chain(*self._streams.values()):
             self._driver.stream_destroy(stream)
 
     def __enter__(self) -> GpuMover:

@@ -75,6 +75,35 @@ class Table:
         """Of all copies together."""
         return int((self.width * self.rows).sum())
 
+    def where(self, which: NDArray[Any]) -> Table:
+        """Some of the copies, by mask or by number."""
+        return Table(*(getattr(self, column.name)[which] for column in dataclasses.fields(self)))
+
+    def by_shape(self) -> list[Table]:
+        """The copies, those of as many rows of as many bytes together."""
+        if not len(self):
+            return []
+        shape = self.width * (int(self.rows.max()) + 1) + self.rows
+        if (shape == shape[0]).all():
+            return [self]
+        return [self.where(shape == one) for one in np.unique(shape)]
+
+    def split(self, most_bytes: int) -> Table:
+        """The same bytes in copies of at most `most_bytes`, cut between rows; a single row is never cut."""
+        if int((self.rows * self.width).max(initial=0)) <= most_bytes:
+            return self
+        most = np.maximum(most_bytes // np.maximum(self.width, 1), 1)
+        parts = -(-self.rows // most)
+        which = np.repeat(np.arange(len(self)), parts)
+        first = (np.arange(len(which)) - np.repeat(np.cumsum(parts) - parts, parts)) * most[which]
+        cut = self.where(which)
+        return dataclasses.replace(
+            cut,
+            device=cut.device + first * cut.device_pitch,
+            host=cut.host + first * cut.host_pitch,
+            rows=np.minimum(cut.rows - first, most[which]),
+        )
+
 
 def plan(direction: Direction | str, layout: Layout, blocks: Any, slots: Any, pieces: Pieces) -> Plan:
     """The plan that moves block blocks[k] of the cache from or to slot slots[k], for all k, in no order among them.
@@ -123,7 +152,7 @@ def _table(layout: Layout, runs: Sequence[Sequence[RowRun]], where: _Where, piec
     parts = []
     for group, offset, mine in zip(layout.groups, layout.slot_offsets, runs, strict=True):
         for run in mine:
-            there = dataclasses.replace(where, host=where.host + offset + run.first * group.row_bytes)
+            there = dataclasses.replace(where, host=where.host + offset + int(group.places[run.first]))
             parts += _copies(group, run, there, pieces.slot_bytes)
     parts = parts or [(np.zeros(0, np.int64),) * len(dataclasses.fields(Table))]
     return Table(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
@@ -147,7 +176,7 @@ def _copies(group: Group, run: RowRun, where: _Where, slot_bytes: int) -> list[_
     """The copies of one run of rows, for all blocks."""
     base = int(group.bases[run.first])
     width, rows = group.row_bytes, run.count
-    if run.pitch == width:  # the rows of a block are contiguous on the device too: one wide row
+    if run.pitch == run.host_pitch == width:  # the rows of a block are contiguous on both sides: one wide row
         width, rows = width * rows, 1
     along = where.count > rows if rows > 1 else np.ones(len(where.count), bool)
     found = []
@@ -156,12 +185,12 @@ def _copies(group: Group, run: RowRun, where: _Where, slot_bytes: int) -> list[_
         row = np.tile(np.arange(rows), int(along.sum()))
         device = base + where.device[k] * run.stride + row * run.pitch
         blocks = np.repeat(where.count[along], rows)
-        host = where.host[k] + row * width
+        host = where.host[k] + row * run.host_pitch
         found.append(_columns(device, where.piece[k], host, width, blocks, run.stride, slot_bytes))
     if not along.all():  # down the rows of a block, a copy for each block
         inside = np.repeat(~along, where.count)
         device = base + where.device[inside] * run.stride
-        found.append(_columns(device, where.piece[inside], where.host[inside], width, rows, run.pitch, width))
+        found.append(_columns(device, where.piece[inside], where.host[inside], width, rows, run.pitch, run.host_pitch))
     return found
 
 

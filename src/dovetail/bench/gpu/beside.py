@@ -52,14 +52,15 @@ class Computation(Protocol):
 
 
 class Gemm:
-    """A square bf16 GEMM by torch, on random data."""
+    """A square bf16 GEMM by torch, on random data; or on zeros, which keep the GPU below its limit of power."""
 
-    def __init__(self, size: int = _GEMM) -> None:
+    def __init__(self, size: int = _GEMM, *, zeros: bool = False) -> None:
         import torch
 
         self._torch: Any = torch
         self.title = f"{size}x{size}x{size} bfloat16"
-        self._a, self._b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        make = torch.zeros if zeros else torch.randn
+        self._a, self._b = (make(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         self._out = torch.empty_like(self._a)
         torch.mm(self._a, self._b, out=self._out)
         self._wanted = self._out.clone()

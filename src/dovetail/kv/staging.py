@@ -1,0 +1,292 @@
+"""The path `staged`: contiguous copies between host memory and staging memory on the GPU, and a kernel beyond.
+
+An engine pays for every row of a strided copy, and two to three times as much beside computation, when memory answers
+late; a contiguous copy pays for none. The kernel moves rows at the speed of the GPU's memory, so it needs
+multiprocessors for a few percent of the time that the link needs.
+
+Owns staging memory in chunks, used round and round, and the order between the two halves. A chunk is filled only after
+it was emptied, and emptied only after it was filled. The kernel waits for a place between the kernels of others, and
+next to a kernel that holds all multiprocessors one launch in a while is all it gets: so each moves whatever is ready,
+and says by a word in memory, not by its end, which chunks are done with. Copies and the transfer's end wait for those.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.errors import NotSupported, Timeout
+from dovetail.hw.gpu.device import Device, Pinned
+from dovetail.hw.gpu.driver import WAIT, WORD, WRITE
+from dovetail.kv.choose import VECTOR_BYTES
+from dovetail.kv.planner import Direction
+
+Ints = NDArray[np.int64]
+CHUNK_BYTES, NUM_CHUNKS = 32 << 20, 8
+_WORD_BYTES = 8
+_AHEAD = 3  # chunks that copies are issued before the kernel
+_FEWEST_CHUNKS = 3  # of a small transfer, so that its two halves overlap
+_LEAST_BYTES = 4 << 20
+_PAUSE_S = 50e-6
+_MOST_WORDS, _NUM_WARPS = 2048, 8  # of a tile
+_PER_MULTIPROCESSOR = 4  # programs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Half:
+    """What a launch of the kernel works on."""
+
+    direction: Direction
+    words: int  #: address of what the kernel's docstring lists
+    staging: int  #: address
+    num_copies: int
+    num_rows: int
+    row_bytes: int
+    per_chunk: int  #: copies in a chunk
+    chunk_bytes: int
+    num_chunks: int
+    programs: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Of a copy."""
+        return self.num_rows * self.row_bytes
+
+    def done(self, n: int) -> int:
+        """Address of the word that counts the programs that are done with chunk n."""
+        return self.words + _WORD_BYTES * (1 + 2 * self.programs + 2 * self.num_copies + n)
+
+
+#: Puts the kernel into a raw stream.
+Launch = Callable[[Half, int], None]
+
+
+class Staging:
+    """Staging memory for one direction. `close()` it when nothing is under way."""
+
+    def __init__(
+        self,
+        device: Device,
+        direction: Direction,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+        num_chunks: int = NUM_CHUNKS,
+        launch: Launch | None = None,
+    ) -> None:
+        if chunk_bytes % VECTOR_BYTES or chunk_bytes < VECTOR_BYTES or num_chunks < 2:
+            raise ValueError(f"staging needs 2 chunks of whole {VECTOR_BYTES} bytes, not {num_chunks} of {chunk_bytes}")
+        self.chunk_bytes, self.num_chunks = chunk_bytes, num_chunks
+        self._device, self._driver, self._direction = device, device.driver, direction
+        self._launch = launch or _triton(device)
+        self.programs = _PER_MULTIPROCESSOR * self._driver.num_multiprocessors(device.index)
+        self._memory = self._driver.device_alloc(chunk_bytes * num_chunks)  # first: it may be refused
+        self._kernels = self._driver.stream_create(priority=min(self._driver.stream_priorities()))
+        self._ends = self._driver.stream_create()
+        self._emptied: dict[int, tuple[_Table, int]] = {}  # of a fetch, by place: the word that says so, and its table
+        self._events = [device.take_event() for _ in range(num_chunks)]  # by place: behind its copies
+        self._tables: list[_Table] = []
+
+    def run(self, device: Ints, pitch: Ints, host: Ints, num_rows: int, row_bytes: int, stream: int) -> int:
+        """Puts copies of `num_rows` rows each, contiguous on the host, into `stream` and into its own.
+
+        Args:
+            device: addresses in the cache, `pitch` apart from row to row.
+            host: addresses in pinned memory.
+            stream: for the engine's half.
+
+        Returns:
+            The stream that is done when the last byte has landed.
+        """
+        size = num_rows * row_bytes
+        if size > self.chunk_bytes:
+            raise ValueError(f"a copy of {size} bytes does not fit into a chunk of {self.chunk_bytes}")
+        if ((device | pitch | row_bytes) % VECTOR_BYTES).any():
+            raise NotSupported(f"the path staged moves whole {VECTOR_BYTES} bytes; use dma-2d for these rows")
+        fetch = self._direction is Direction.FETCH
+        per_chunk = self._per_chunk(len(device), size)
+        firsts = range(0, len(device), per_chunk)
+        table = self._table(device, pitch, len(firsts), stream)
+        half = Half(
+            direction=self._direction, words=table.there, staging=self._memory, num_copies=len(device),
+            num_rows=num_rows, row_bytes=row_bytes, per_chunk=per_chunk, chunk_bytes=self.chunk_bytes,
+            num_chunks=self.num_chunks, programs=self.programs,
+        )  # fmt: skip
+        self._order(stream, self._kernels)  # a launch of a store may fill all chunks: all are empty by then
+        parts = [host[first : first + per_chunk] for first in firsts]
+        if fetch:
+            self._fetch(half, parts, table, stream)
+        else:
+            for n, part in enumerate(parts):
+                self._store(half, n, part, stream)
+        return self._end(table, half, len(firsts), stream)
+
+    def _table(self, device: Ints, pitch: Ints, num_chunks: int, stream: int) -> _Table:
+        """What the kernel reads and counts, sent there."""
+        ready = 0 if self._direction is Direction.FETCH else self.num_chunks
+        programs = np.arange(self.programs)
+        numbers = np.concatenate([[ready], programs, 0 * programs, device, pitch, np.zeros(num_chunks, np.int64)])
+        table = self._take(len(numbers))
+        table.fill(numbers)
+        self._driver.copy(table.there, table.here.address, table.size_bytes, stream)
+        return table
+
+    def _end(self, table: _Table, half: Half, num_chunks: int, stream: int) -> int:
+        """The stream of the transfer's end. The table is free when nobody reads its words any more."""
+        if self._direction is Direction.FETCH:
+            self._order(stream, self._ends)  # the table's own words must be there before one is waited for
+            self._words(WAIT, half.done(num_chunks - 1), self.programs, self._ends)
+            self._driver.event_record(table.ends[0], self._ends)
+        else:
+            self._driver.event_record(table.ends[0], stream)
+        self._driver.event_record(table.ends[1], self._kernels)
+        self._tables.append(table)
+        return self._ends if self._direction is Direction.FETCH else stream
+
+    def _per_chunk(self, num_copies: int, size: int) -> int:
+        """Copies of a chunk: as many as fit, fewer where there would be few chunks."""
+        most = self.chunk_bytes // size
+        wanted = -(-num_copies // _FEWEST_CHUNKS)
+        return max(1, min(most, max(wanted, _LEAST_BYTES // size)))
+
+    def _fetch(self, half: Half, parts: Sequence[Ints], table: _Table, stream: int) -> None:
+        """Copies are issued some chunks ahead of the kernel, whose launch takes longer than a copy's."""
+        ahead = min(_AHEAD, self.num_chunks - 1)
+        for n in range(len(parts) + ahead):
+            if n < len(parts):
+                self._bring(half, n, parts[n], stream)
+            if (m := n - ahead) >= 0:
+                place = m % self.num_chunks
+                self._driver.stream_wait_event(self._kernels, self._events[place])
+                self._launch(half, self._kernels)
+                self._emptied[place] = (table, half.done(m))
+
+    def _bring(self, half: Half, n: int, host: Ints, stream: int) -> None:
+        place = n % self.num_chunks
+        if place in self._emptied:
+            self._words(WAIT, self._emptied[place][1], self.programs, stream)
+        for to, of, length in self._contiguous(place, host, half.size_bytes):
+            self._driver.copy(to, of, length, stream)
+        self._words(WRITE, half.words, n + 1, stream)
+        self._driver.event_record(self._events[place], stream)
+
+    def _store(self, half: Half, n: int, host: Ints, stream: int) -> None:
+        place = n % self.num_chunks
+        if n >= self.num_chunks:  # not before there is something to do for it
+            self._driver.stream_wait_event(self._kernels, self._events[place])
+        self._launch(half, self._kernels)
+        self._words(WAIT, half.done(n), self.programs, stream)
+        for of, to, length in self._contiguous(place, host, half.size_bytes):
+            self._driver.copy(to, of, length, stream)
+        self._words(WRITE, half.words, self.num_chunks + n + 1, stream)
+        self._driver.event_record(self._events[place], stream)
+
+    def _contiguous(self, chunk: int, host: Ints, size: int) -> list[tuple[int, int, int]]:
+        """(address in the chunk, host address, bytes), neighbours on the host as one."""
+        first = np.flatnonzero(np.append(True, np.diff(host) != size))
+        count = np.diff(np.append(first, len(host)))
+        staged = self._memory + chunk * self.chunk_bytes + first * size
+        return list(zip(staged.tolist(), host[first].tolist(), (count * size).tolist(), strict=True))
+
+    def _words(self, kind: int, address: int, value: int, stream: int) -> None:
+        self._driver.stream_words(np.array([(kind, address, value)], WORD), stream)
+
+    def _order(self, first: int, then: int) -> None:
+        """What `then` is given from now on comes after what `first` was given."""
+        event = self._device.take_event()
+        self._driver.event_record(event, first)
+        self._driver.stream_wait_event(then, event)
+        self._device.give_event(event)
+
+    def _take(self, num_words: int) -> _Table:
+        """A table that nobody uses any more, or a new one."""
+        for n, table in enumerate(self._tables):
+            if table.num_words >= num_words and all(map(self._driver.event_done, table.ends)):
+                # Its chunks are empty, and its words are about to mean something else.
+                self._emptied = {place: found for place, found in self._emptied.items() if found[0] is not table}
+                return self._tables.pop(n)
+        return _Table(self._device, num_words)
+
+    def is_idle(self) -> bool:
+        """True if its streams have nothing left to do."""
+        return self._driver.stream_done(self._kernels) and self._driver.stream_done(self._ends)
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Gives the memory back, after what its streams have been given; raises `Timeout`."""
+        deadline = time.monotonic() + timeout_s
+        while not self.is_idle():
+            if time.monotonic() > deadline:
+                raise Timeout(f"staged copies were under way for {timeout_s:g} s; their memory is kept")
+            time.sleep(_PAUSE_S)
+        for table in self._tables:
+            table.close()
+        for event in self._events:
+            self._device.give_event(event)
+        for stream in (self._kernels, self._ends):
+            self._driver.stream_destroy(stream)
+        self._driver.device_free(self._memory)
+        self._tables, self._events, self._emptied = [], [], {}
+
+
+class _Table:
+    """Numbers for the kernel: written here, read there."""
+
+    def __init__(self, device: Device, num_words: int) -> None:
+        self.num_words = 1 << (num_words - 1).bit_length()
+        self.here = Pinned(device.driver, self.num_words * _WORD_BYTES)
+        self.there = device.driver.device_alloc(self.num_words * _WORD_BYTES)
+        self.ends = device.take_event(), device.take_event()  #: when nobody uses it any more
+        self.size_bytes = 0
+        self._device = device
+
+    def fill(self, numbers: Ints) -> None:
+        self.size_bytes = len(numbers) * _WORD_BYTES
+        self.here.array[: self.size_bytes] = numbers.astype(np.int64).view(np.uint8)
+
+    def close(self) -> None:
+        self.here.close()
+        self._device.driver.device_free(self.there)
+        for event in self.ends:
+            self._device.give_event(event)
+
+
+@functools.cache
+def has_kernel() -> bool:
+    """Are Triton and a GPU that torch can use here?"""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    import torch
+
+    cuda: Any = torch.cuda
+    return bool(cuda.is_available())
+
+
+def _triton(device: Device) -> Launch:
+    """The kernel, by Triton; raises `NotSupported` where there is none."""
+    if not has_kernel():
+        raise NotSupported("the path staged needs Triton and a GPU that torch can use: pip install 'dovetail-ml[gpu]'")
+    import torch
+
+    from dovetail.kv.kernels.staged import staged_kernel
+
+    cuda: Any = torch.cuda
+    streams: dict[int, Any] = {}
+
+    def launch(half: Half, stream: int) -> None:
+        if stream not in streams:
+            streams[stream] = cuda.ExternalStream(stream)
+        block = min(1 << (half.row_bytes // _WORD_BYTES - 1).bit_length(), _MOST_WORDS)
+        with cuda.device(device.index), cuda.stream(streams[stream]):
+            staged_kernel[(half.programs,)](
+                half.words, half.staging, half.num_copies, half.num_rows,
+                half.row_bytes // VECTOR_BYTES, half.per_chunk, half.chunk_bytes, half.num_chunks,
+                UNPACK=half.direction is Direction.FETCH, BLOCK=block, num_warps=_NUM_WARPS,
+            )  # fmt: skip
+
+    return launch

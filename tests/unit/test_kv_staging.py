@@ -1,0 +1,271 @@
+"""The path staged on a stand-in driver: its kernel is played by a thread, behind a gate in the stream and late."""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as some
+from tests.standin import build
+
+from dovetail.errors import NotSupported
+from dovetail.hw.gpu.cuda import CudaDriver
+from dovetail.hw.gpu.device import Device
+from dovetail.hw.gpu.driver import WAIT, WORD, WRITE, DriverError
+from dovetail.kv.choose import Costs, Path, Samples
+from dovetail.kv.layout import Layout, block_outermost, layer_outermost
+from dovetail.kv.mover import CpuMover, GpuMover
+from dovetail.kv.planner import Direction, Pieces, Table, table
+from dovetail.kv.staging import Half, Staging
+
+CHUNK_BYTES, NUM_CHUNKS = 4096, 3
+
+
+def view(address: int, size: int) -> Any:
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+
+
+def numbers(address: int, count: int) -> Any:
+    return view(address, 8 * count).view(np.int64)
+
+
+class Kernel:
+    """Runs a launch when its stream gets there: the stream waits for a word that a thread writes after the work."""
+
+    def __init__(self, device: Device, delay_s: float = 0.0) -> None:
+        self._device, self._delay_s = device, delay_s
+        self._word = device.pinned(64)
+        self._jobs: queue.Queue[Any] = queue.Queue()
+        self.launches: list[int] = []  # tiles that each launch moved
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def __call__(self, half: Half, stream: int) -> None:
+        driver = self._device.driver
+        event = driver.event_create()
+        driver.event_record(event, stream)
+        self._jobs.put((half, event))
+        self._number = getattr(self, "_number", 0) + 1
+        driver.stream_words(np.array([(WAIT, self._word.address, self._number)], WORD), stream)
+
+    def _work(self) -> None:
+        self._device.driver.use(self._device.index)
+        number = 0
+        while (job := self._jobs.get()) is not None:
+            half, event = job
+            while not self._device.driver.event_done(event):
+                time.sleep(20e-6)
+            time.sleep(self._delay_s)
+            self.launches.append(move(half))
+            number += 1
+            self._word.array.view(np.uint64)[0] = number
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join(10)
+
+
+def move(half: Half) -> int:
+    """What the kernel does, a row at a time."""
+    total, moved = -(-half.num_copies // half.per_chunk), 0
+    words = numbers(half.words, 1 + 2 * half.programs + 2 * half.num_copies + total)
+    ready, (next_tile, seen) = min(int(words[0]), total), words[1 : 1 + 2 * half.programs].reshape(2, -1)
+    address, pitch = words[1 + 2 * half.programs :][: 2 * half.num_copies].reshape(2, -1)
+    done = words[1 + 2 * half.programs + 2 * half.num_copies :]
+    end = min(ready * half.per_chunk, half.num_copies) * half.num_rows
+    for program in range(half.programs):
+        tile = int(next_tile[program])
+        while tile < end:
+            copy, row = divmod(tile, half.num_rows)
+            cached = view(int(address[copy] + row * pitch[copy]), half.row_bytes)
+            inside = ((copy % half.per_chunk) * half.num_rows + row) * half.row_bytes
+            chunk = copy // half.per_chunk % half.num_chunks
+            staged = view(half.staging + chunk * half.chunk_bytes + inside, half.row_bytes)
+            cached[:], staged[:] = (staged, staged) if half.direction is Direction.FETCH else (cached, cached)
+            tile, moved = tile + half.programs, moved + 1
+        next_tile[program] = tile
+        done[int(seen[program]) : ready] += 1  # the kernel says so chunk by chunk
+        seen[program] = max(int(seen[program]), ready)
+    return moved
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[Device]:
+    with Device("cuda", driver=CudaDriver(build("cuda"))) as gpu:
+        yield gpu
+
+
+class Rig:
+    """A cache, a pool and a mover whose staging memory is small, so that chunks are used again and again."""
+
+    def __init__(self, device: Device, layout: Layout, delay_s: float = 0.0, seed: int = 1) -> None:
+        self.rng, self.layout = np.random.default_rng(seed), layout
+        self.pieces = Pieces(num_slots=40, slot_bytes=layout.slot_bytes, slots_per_piece=24)
+        self.cache = device.driver.device_alloc(layout.size_bytes)
+        self.parts = [device.pinned(self.pieces.size_bytes(n)) for n in range(2)]
+        self.kernel = Kernel(device, delay_s)
+        self.mover = GpuMover(device, self.cache, [p.address for p in self.parts])
+        self.mover._staging = {
+            d: Staging(device, d, chunk_bytes=CHUNK_BYTES, num_chunks=NUM_CHUNKS, launch=self.kernel) for d in Direction
+        }
+        for memory in self.memories():
+            memory[:] = self.rng.integers(0, 256, len(memory), dtype=np.uint8)
+
+    def memories(self) -> list[Any]:
+        return [view(self.cache, self.layout.size_bytes), *(p.array for p in self.parts)]
+
+    def copies(self, direction: Direction, count: int = 30) -> Table:
+        blocks = self.rng.permutation(self.layout.num_blocks)[:count]
+        return table(direction, self.layout, blocks, self.rng.permutation(40)[:count], self.pieces)
+
+    def expected(self, *requests: tuple[Direction, Table]) -> list[Any]:
+        cache, *parts = [memory.copy() for memory in self.memories()]
+        for direction, copies in requests:
+            CpuMover(cache, parts).submit(direction, copies)
+        return [cache, *parts]
+
+    def is_like(self, wanted: list[Any]) -> bool:
+        return all((found == right).all() for found, right in zip(self.memories(), wanted, strict=True))
+
+    def close(self) -> None:
+        self.mover.close()
+        self.kernel.close()
+
+
+def layout_of(rows: int = 6, row_bytes: int = 128, blocks: int = 48) -> Layout:
+    return layer_outermost("rows", num_layers=rows, row_bytes=row_bytes, num_blocks=blocks)
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("delay_s", [0.0, 2e-3], ids=["prompt", "late"])
+def test_it_moves_the_bytes_of_plain_copies(device: Device, direction: Direction, delay_s: float) -> None:
+    rig = Rig(device, layout_of(), delay_s)
+    copies = rig.copies(direction)
+    wanted = rig.expected((direction, copies))
+    transfer = rig.mover.submit(direction, copies, "staged")
+    transfer.wait()
+    assert rig.is_like(wanted)
+    assert sum(rig.kernel.launches) == int(copies.rows.sum())
+    rig.close()
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_transfers_that_follow_each_other_share_the_chunks(device: Device, direction: Direction) -> None:
+    rig = Rig(device, layout_of(), 1e-3)
+    requests = [(direction, rig.copies(direction)) for _ in range(4)]
+    wanted = rig.expected(*requests)
+    transfers = [rig.mover.submit(d, copies, "staged") for d, copies in requests]
+    transfers[-1].wait()
+    assert all(t.is_over() for t in transfers)
+    assert rig.is_like(wanted)
+    rig.close()
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_chunks_that_are_used_too_early_are_seen(
+    device: Device, direction: Direction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tests above can fail: without waits for what the kernel has done, bytes come changed."""
+
+    rig = Rig(device, layout_of(), 3e-3)
+    copies = rig.copies(direction, 40)
+    wanted = rig.expected((direction, copies))
+    staging = rig.mover._staging[direction]
+    words = staging._words
+    monkeypatch.setattr(staging, "_words", lambda kind, *rest: words(kind, *rest) if kind == WRITE else None)
+    rig.mover.submit(direction, copies, "staged")
+    while not rig.mover.is_idle(direction):
+        time.sleep(1e-3)
+    assert not rig.is_like(wanted)
+    rig.close()
+
+
+def test_a_transfer_is_over_after_those_before_it(device: Device) -> None:
+    """A prompt path after a late one of the same direction: slots are freed by the last transfer."""
+    rig = Rig(device, layout_of(), 5e-3)
+    late = rig.mover.submit("fetch", rig.copies(Direction.FETCH), "staged")
+    prompt = rig.mover.submit("fetch", rig.copies(Direction.FETCH, 2), "dma-2d")
+    prompt.wait()
+    assert late.is_over()
+    rig.close()
+
+
+def test_a_late_launch_catches_up_with_all_that_has_arrived(device: Device) -> None:
+    rig = Rig(device, layout_of(), 4e-3)
+    rig.mover.submit("fetch", rig.copies(Direction.FETCH, 40), "staged").wait()
+    assert sum(rig.kernel.launches) == 6 * 40  # over when all is moved, not when the last launch is
+    rig.close()
+    assert 0 in rig.kernel.launches  # somebody before had moved its chunk
+
+
+def test_what_is_contiguous_or_strided_on_the_host_goes_directly(device: Device) -> None:
+    for layout in (block_outermost("block", num_layers=4, row_bytes=128, num_blocks=48), layout_of(rows=2)):
+        rig = Rig(device, layout)
+        run = np.arange(20)
+        copies = table("fetch", layout, run, run, rig.pieces)
+        assert (copies.rows == 1).all() or (copies.host_pitch != copies.width).all()
+        wanted = rig.expected((Direction.FETCH, copies))
+        rig.mover.submit("fetch", copies, "staged").wait()
+        assert rig.is_like(wanted)
+        assert not rig.kernel.launches
+        rig.close()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=some.integers(2, 40), vectors=some.integers(1, 20), seed=some.integers(0, 99), count=some.integers(1, 40),
+    direction=some.sampled_from(list(Direction)),
+)  # fmt: skip
+def test_any_shape(device: Device, rows: int, vectors: int, seed: int, count: int, direction: Direction) -> None:
+    rig = Rig(device, layout_of(rows, 16 * vectors), seed=seed)
+    copies = rig.copies(direction, count)
+    wanted = rig.expected((direction, copies))
+    rig.mover.submit(direction, copies, "staged").wait()
+    assert rig.is_like(wanted)
+    rig.close()
+
+
+def test_refusals(device: Device) -> None:
+    rig = Rig(device, layout_of(row_bytes=40))
+    with pytest.raises(NotSupported, match="the path staged moves whole 16 bytes; use dma-2d for these rows"):
+        rig.mover.submit("fetch", rig.copies(Direction.FETCH), "staged")
+    rig.close()
+    with pytest.raises(ValueError, match="staging needs 2 chunks of whole 16 bytes, not 1 of 64"):
+        Staging(device, Direction.FETCH, chunk_bytes=64, num_chunks=1)
+    bare = GpuMover(device, rig.cache, [p.address for p in rig.parts])
+    with pytest.raises(NotSupported, match="the path staged needs"):
+        bare.submit("fetch", rig.copies(Direction.FETCH), "staged")
+    bare.close()
+
+
+def test_auto_goes_on_without_staging_memory(
+    device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A GPU that is full: the path is left out from then on, with a warning, and nothing is left behind."""
+    rig = Rig(device, layout_of(blocks=4000))
+    rig.mover._staging = {}
+    copies = rig.copies(Direction.FETCH)
+    staged = {(d, b, Path.STAGED): Samples([(128, 4096, 1.0)]) for d in Direction for b in (False, True)}
+    costs = Costs(samples=staged | {(Direction.FETCH, True, Path.DMA_2D): Samples([(128, 4096, 9.0)])},
+                  entries_per_call=1, source="a test")  # fmt: skip
+    mover = GpuMover(device, rig.cache, [p.address for p in rig.parts], costs=costs, launch=rig.kernel)
+
+    def full(size_bytes: int) -> int:
+        raise DriverError("out of memory", call="cuMemAlloc", code=2)
+
+    monkeypatch.setattr(device.driver, "device_alloc", full)
+    wanted = rig.expected((Direction.FETCH, copies))
+    transfer = mover.submit("fetch", copies, "auto")
+    transfer.wait()
+    assert transfer.choice.path is Path.DMA_2D
+    assert rig.is_like(wanted)
+    assert "auto leaves out the path staged from now on" in caplog.text
+    mover.close()
+    rig.close()
