@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.standin import build
 
 from dovetail import cli
 from dovetail.bench import kv
+from dovetail.bench.kv import tune
 from dovetail.hw.gpu import driver
+from dovetail.kv import costs
+from dovetail.kv.choose import Path as Form
 from dovetail.kv.models import model
 from dovetail.kv.mover import CpuMover
+from dovetail.kv.planner import Direction, Table
 from dovetail.measure import record
 
 
@@ -28,7 +33,7 @@ def test_on_host_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     out = tmp_path / "kv.json"
     assert run(*WORDS, "--json", str(out)) == 0
     rows = record.read(out, kind="bench").rows
-    assert [row["path"] for row in rows] == ["contiguous", "cpu"] * 4
+    assert [row["path"] for row in rows] == ["one copy", "contiguous", "cpu"] * 4
     assert all(row["correct"] and row["bandwidth_gbps"] > 0 for row in rows)
     assert {row["size_bytes"] for row in rows} == {4 * 80 * 8192, 8 * 80 * 8192}
     assert "all correct" in capsys.readouterr().out
@@ -39,31 +44,58 @@ def test_on_a_stand_in_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     driver.load.cache_clear()
     out = tmp_path / "kv.json"
     try:
-        assert run(*WORDS, "--backend", "cuda", "--json", str(out), "--outermost", "block") == 0
+        words = ("--outermost", "block", "--direction", "fetch,store,both")
+        assert run(*WORDS, "--backend", "cuda", "--json", str(out), *words) == 0
     finally:
         driver.load.cache_clear()
     rows = record.read(out, kind="bench").rows
     paths = {row["path"] for row in rows}
     assert paths == {
-        "contiguous", "auto", "dma-2d", "dma-loop", "dma-batch 128", "dma-batch 512", "dma-batch 2048",
+        "one copy", "contiguous", "auto", "dma-2d", "dma-loop", "dma-batch 128", "dma-batch 512", "dma-batch 2048",
         "dma-batch one call",
     }  # fmt: skip
     assert all(row["correct"] for row in rows)
+    assert {row["direction"] for row in rows} == {"fetch", "store", "both"}
+    assert all(row["chosen"] in ("dma-2d", "dma-batch") for row in rows if row["path"] == "auto")
+    sizes = {row["direction"]: row["size_bytes"] for row in rows if row["tokens"] == 64}
+    assert sizes["both"] == 2 * sizes["fetch"]
+
+
+def cell(beside: str, **paths: tuple[float, float | None]) -> list[dict[str, object]]:
+    """Rows of one request: path -> (time, what a computation kept)."""
+    same = {"layout": "x", "outermost": "layer", "tokens": 64, "cache_bytes": 1, "direction": "fetch", "beside": beside}
+    return [
+        same | {"path": name.replace("_", "-"), "time_us": time_us, "compute_kept": kept, "share": 1.0, "correct": True,
+                "bandwidth_gbps": 1 / time_us, "chosen": "staged"}
+        for name, (time_us, kept) in paths.items()
+    ]  # fmt: skip
+
+
+def test_the_verdict_on_auto() -> None:
+    """Beside a computation the best path is the fastest of those that leave it 97 %."""
+    idle = cell("idle", contiguous=(1, None), auto=(10.0, None), dma_2d=(9.8, None), staged=(10.0, None))
+    busy = cell("gemm", auto=(11.0, 0.98), dma_2d=(20.0, 1.0), staged=(11.0, 0.98), kernel=(8.0, 0.5))
+    text = "\n".join(kv.lines([*idle, *busy]))
+    assert "auto is within 5% of the best path in 2 of 2 cells" in text
+    assert "auto, x, 64 tokens, fetch beside gemm: computation keeps 98%, the copies 91% (staged)" in text
+    slow = cell("gemm", auto=(20.0, 1.0), dma_2d=(20.0, 1.0), staged=(11.0, 0.98))
+    text = "\n".join(kv.lines(slow))
+    assert "in 0 of 1 cells" in text
+    assert "x, 64 tokens, fetch, gemm: 82% behind staged" in text
 
 
 def test_a_mover_that_loses_a_row_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     submit = CpuMover.submit
 
-    def lossy(self: CpuMover, direction: str, table: kv.Table, path: str = "cpu") -> object:
-        cut = kv.Table(*(getattr(table, name)[: len(table) // 2] for name in kv.Table.__dataclass_fields__))
-        return submit(self, direction, cut, path)
+    def lossy(self: CpuMover, direction: str, table: Table, path: str = "cpu") -> object:
+        return submit(self, direction, table.where(np.arange(len(table)) < len(table) // 2), path)
 
     monkeypatch.setattr(CpuMover, "submit", lossy)
     spec = kv.Spec(models=(model("llama-70b-tp8"),), tokens=(64,), cache_bytes=8 << 20, paths=("cpu",), rounds=1)
     rows, _ = kv.measure(spec, kv.CpuPlace())
     assert not any(row["correct"] for row in rows)
     assert all(row["time_us"] is None for row in rows)
-    assert kv.lines(rows) == ["4 of 4 results WRONG"]
+    assert kv.lines(rows) == ["6 of 6 results WRONG"]
 
 
 def test_what_does_not_fit_is_named() -> None:
@@ -78,6 +110,11 @@ def test_what_does_not_fit_is_named() -> None:
     [
         ("bench kv --layout llama", "layout must be one of llama-8b"),
         ("bench kv --path dma-2d", "--path: 'dma-2d' is not one of cpu, which cpu has"),
+        ("bench kv --direction up", "--direction: 'up' is not one of fetch, store, both"),
+        ("bench kv --beside lunch", "--beside: 'lunch' is not one of idle, gemm, decode"),
+        ("bench kv --beside gemm", "--beside gemm needs --backend cuda"),
+        ("tune --only kv", "--only kv needs --backend cuda"),
+        ("tune --only coll,kv", "--only: measure kv by itself"),
         ("bench kv --outermost row", "--outermost: 'row' must be layer or block"),
         ("bench kv --ranks 4", "--ranks is for collectives"),
         ("bench kv --pin 1G", "--force and --pin are for --backend cuda"),
@@ -88,3 +125,24 @@ def test_errors_of_usage(words: str, message: str, capsys: pytest.CaptureFixture
     assert run(*words.split()) == 2
     assert message in capsys.readouterr().err
 
+
+
+def test_tuning_on_a_stand_in_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Idle only, without torch's GPU: the costs go into the profile, and `auto` says whose figures it took."""
+    monkeypatch.setenv("DOVETAIL_CUDA_LIBRARY", str(build("cuda")))
+    monkeypatch.setenv("DOVETAIL_PROFILE", str(tmp_path / "profile.json"))
+    monkeypatch.setattr(tune, "_FEW_TOKENS", (64, 128))
+    driver.load.cache_clear()
+    try:
+        assert run("tune", "--only", "kv", "--backend", "cuda", "--cache", "128M") == 0
+        assert run("tune", "--only", "kv", "--backend", "cuda", "--cache", "1M") == 2
+    finally:
+        driver.load.cache_clear()
+    shown = capsys.readouterr()
+    assert "fetch idle, rows of 4K: " in shown.out
+    assert "too few to measure with" in shown.err
+    found = costs.current()
+    assert set(found.samples) == {(d, False, p) for d in Direction for p in (Form.DMA_2D, Form.DMA_BATCH)}
+    assert found.source.startswith("profile of ")

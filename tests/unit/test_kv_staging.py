@@ -245,6 +245,31 @@ def test_refusals(device: Device) -> None:
     bare.close()
 
 
+def staged_is_fast() -> Costs:
+    samples = {
+        (direction, beside, path): Samples([(128, 4096, time_us)])
+        for direction in Direction
+        for beside in (False, True)
+        for path, time_us in ((Path.STAGED, 1.0), (Path.DMA_2D, 9.0))
+    }
+    return Costs(samples=samples, entries_per_call=1, source="a test")
+
+
+def test_auto_stages_what_the_kernel_can_move(device: Device) -> None:
+    for row_bytes, path in ((128, Path.STAGED), (120, Path.DMA_2D)):
+        rig = Rig(device, layout_of(row_bytes=row_bytes))
+        mover = GpuMover(device, rig.cache, [p.address for p in rig.parts], costs=staged_is_fast(), launch=rig.kernel)
+        for _ in range(2):  # the second time from memory
+            copies = rig.copies(Direction.FETCH)
+            wanted = rig.expected((Direction.FETCH, copies))
+            transfer = mover.submit("fetch", copies, "auto")
+            transfer.wait()
+            assert transfer.choice.path is path
+            assert rig.is_like(wanted)
+        mover.close()
+        rig.close()
+
+
 def test_auto_goes_on_without_staging_memory(
     device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -252,10 +277,7 @@ def test_auto_goes_on_without_staging_memory(
     rig = Rig(device, layout_of(blocks=4000))
     rig.mover._staging = {}
     copies = rig.copies(Direction.FETCH)
-    staged = {(d, b, Path.STAGED): Samples([(128, 4096, 1.0)]) for d in Direction for b in (False, True)}
-    costs = Costs(samples=staged | {(Direction.FETCH, True, Path.DMA_2D): Samples([(128, 4096, 9.0)])},
-                  entries_per_call=1, source="a test")  # fmt: skip
-    mover = GpuMover(device, rig.cache, [p.address for p in rig.parts], costs=costs, launch=rig.kernel)
+    mover = GpuMover(device, rig.cache, [p.address for p in rig.parts], costs=staged_is_fast(), launch=rig.kernel)
 
     def full(size_bytes: int) -> int:
         raise DriverError("out of memory", call="cuMemAlloc", code=2)

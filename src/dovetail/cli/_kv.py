@@ -31,6 +31,8 @@ class Asked:
     cache: str | None
     path: str | None
     outermost: str | None
+    direction: str | None
+    beside: str | None
     rounds: int | None
     quick: bool
 
@@ -71,6 +73,36 @@ def bench(backend: str, asked: Asked, bounds: Bounds, json: Path | None) -> None
         raise typer.Exit(1)
 
 
+def tune(backend: str, cache_bytes: int, budget_s: float, force: bool, json: Path | None) -> None:
+    """Measures every path, saves the times in the profile and shows what `auto` will take."""
+    if backend != "cuda":
+        raise ValueError("--only kv needs --backend cuda: a cache in host memory has one path")
+    from dovetail.bench import kv
+    from dovetail.bench.gpu.session import Session
+    from dovetail.bench.kv import tune as tuning
+    from dovetail.cli import _gpu
+    from dovetail.cli.bench import progress_bar
+
+    with Session("cuda", Bounds(force=force)) as session, progress_bar() as progress:
+        place = kv.GpuPlace(session)
+        try:
+            loads = ("idle", tuning.BESIDE) if session.has_torch else ("idle",)
+            rows = tuning.rows(place, cache_bytes, budget_s, loads, progress)
+            facts = session.facts()
+        finally:
+            place.close()
+    found = tuning.found_in(rows, "this run")
+    saved = tuning.save(found, backend)
+    for line in tuning.lines(found):
+        print(line)
+    print(f"profile: {saved}")
+    if json is not None:
+        _gpu.write("tune", rows, facts, json)
+    if not all(row["correct"] for row in rows):
+        print("a result was WRONG; it is not in the profile", file=sys.stderr)
+        raise typer.Exit(1)
+
+
 def _spec(asked: Asked, backend: str, known: tuple[str, ...]) -> Spec:
     from dovetail.bench.kv import Spec
     from dovetail.kv.models import MODELS, model
@@ -84,15 +116,28 @@ def _spec(asked: Asked, backend: str, known: tuple[str, ...]) -> Spec:
     outermost = asked.outermost or "layer"
     if outermost not in ("layer", "block"):
         raise ValueError(f"--outermost: {outermost!r} must be layer or block")
+    directions = asked.direction or ("fetch,store" if asked.quick or backend == "cpu" else "fetch,store,both")
     tokens = asked.tokens or (_QUICK_TOKENS if asked.quick else _DEFAULT_TOKENS)
     return Spec(
         models=tuple(model(name.strip()) for name in names),
         tokens=tuple(parse_bytes(word) for word in tokens.split(",")),
         cache_bytes=parse_bytes(asked.cache or _DEFAULT_CACHE[backend]),
         paths=tuple(str(path) for path in paths),
+        directions=words(directions),
+        loads=words(asked.beside or "idle"),
         outermost=outermost,
         rounds=asked.rounds or (_QUICK_ROUNDS if asked.quick else _ROUNDS),
     )
+
+
+def _named(row: dict[str, Any]) -> str:
+    """A path; of auto also what it took."""
+    return f"auto: {row['chosen']}" if row["path"] == "auto" and row["chosen"] else str(row["path"])
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Words between commas."""
+    return tuple(word.strip() for word in text.split(","))
 
 
 def _show(spec: Spec, rows: list[dict[str, Any]]) -> None:
@@ -102,15 +147,17 @@ def _show(spec: Spec, rows: list[dict[str, Any]]) -> None:
     title = f"kv, cache of {format_bytes(spec.cache_bytes)}, {spec.outermost} outermost, random blocks"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("layout")
-    for name in ("row B", "tokens", "", "path", "copies", "plan us", "submit us", "time us", "GB/s", "of contiguous"):
+    names = ["row B", "tokens", "", "beside", "path", "copies", "plan us", "submit us", "time us", "GB/s"]
+    for name in [*names, "of contiguous", "computation"]:
         table.add_column(name, justify="right")
     for row in rows:
         share = "" if row["share"] is None else f"{row['share']:.0%}"
         speed = "WRONG" if row["bandwidth_gbps"] is None else f"{row['bandwidth_gbps']:.2f}"
         table.add_row(
-            row["layout"], format_bytes(row["row_bytes"]), format_bytes(row["tokens"]), row["direction"], row["path"],
+            row["layout"], format_bytes(row["row_bytes"]), format_bytes(row["tokens"]), row["direction"],
+            row["beside"], _named(row),
             str(row["copies"]), f"{row['plan_us']:.0f}", *("" if row[k] is None else f"{row[k]:.0f}" for k in _TIMES),
-            speed, share,
+            speed, share, "" if row["compute_kept"] is None else f"{row['compute_kept']:.0%}",
         )  # fmt: skip
-    console = Console() if sys.stdout.isatty() else Console(width=130)
+    console = Console() if sys.stdout.isatty() else Console(width=150)
     console.print(table)

@@ -12,7 +12,7 @@ import typer
 from dovetail.bench.gpu.spec import BACKENDS, one_of
 from dovetail.bench.spec import CPU
 from dovetail.cli.bench import progress_bar, words
-from dovetail.measure.sizes import format_bytes, geometric
+from dovetail.measure.sizes import format_bytes, geometric, parse_bytes
 
 if TYPE_CHECKING:
     from dovetail.bench.tune import Winner
@@ -24,8 +24,10 @@ dovetail tune
 dovetail tune --only coll --ranks 2,4,8 --budget 2m --json tune.json
 
 dovetail tune --backend cuda --ranks 4
+
+dovetail tune --backend cuda --only kv --cache 32G
 """
-_SECTIONS = ("coll",)
+_SECTIONS = ("coll", "kv")
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -42,10 +44,14 @@ def tune(
     begin: Annotated[str, typer.Option("--begin", "-b", help="Smallest size.")] = "1K",
     end: Annotated[str, typer.Option("--end", "-e", help="Largest size.")] = "16M",
     factor: Annotated[float, typer.Option("--factor", "-f", help="From one size to the next.")] = 4,
+    cache: Annotated[str, typer.Option(help="kv: size of the cache that is measured with.")] = "16G",
     force: Annotated[bool, typer.Option("--force", help="cuda: measure although others use the GPU.")] = False,
     json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write a record to FILE.")] = None,
 ) -> None:
     """Measure every variant of every collective, and torch's own, and save the fastest by ranks and size.
+
+    With --only kv: what every path between a KV cache and host memory costs, on an idle GPU and beside computation;
+    `auto` of dovetail.kv estimates with it.
 
     The profile goes to ~/.cache/dovetail/ or DOVETAIL_PROFILE; figures in it for other numbers of ranks and for the
     other backend are kept, and so is all else in it. A variant with a wrong result is never chosen. Exit 1 if there was
@@ -57,6 +63,13 @@ def tune(
     for name in words(only):
         if name not in _SECTIONS:
             raise ValueError(f"--only: {name!r} is not known; there are {', '.join(_SECTIONS)}")
+    if "kv" in words(only):
+        if only != "kv":
+            raise ValueError("--only: measure kv by itself")
+        from dovetail.cli import _kv
+
+        _kv.tune(backend, parse_bytes(cache), parse_seconds(budget), force, json)
+        return
     numbers = _numbers(ranks)
     sizes = geometric(begin, end, factor)
     budget_s = parse_seconds(budget)

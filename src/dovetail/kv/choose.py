@@ -9,6 +9,7 @@ host it stalls what runs beside it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -57,19 +58,18 @@ class Samples:
         self.points = [(int(row), int(size), float(time_us)) for row, size, time_us in points]
         if not self.points or min(min(point) for point in self.points) <= 0:
             raise ValueError("a path needs measured times, of rows and requests that have bytes")
-        rows, sizes, times = np.array(self.points, float).T
-        self._where = np.log2([rows, sizes])
-        self._per_byte = np.log(times / sizes)
+        # Plain numbers: there are a few dozen, and arrays would cost more than the search.
+        self._known = [(math.log2(r), math.log2(s), math.log(t / s)) for r, s, t in self.points]
 
     def time_us(self, shape: Shape) -> float:
         """What the nearest of them make likely; exact at one of them, and nothing takes no time."""
         if not shape.size_bytes:
             return 0.0
-        here = np.log2([[max(shape.row_bytes, 1)], [shape.size_bytes]])
-        distance = ((self._where - here) ** 2).sum(axis=0)
-        near = np.argsort(distance)[:_NEAREST]
-        weight = 1 / (distance[near] + _CLOSE)
-        return float(np.exp((weight * self._per_byte[near]).sum() / weight.sum()) * shape.size_bytes)
+        row, size = math.log2(max(shape.row_bytes, 1)), math.log2(shape.size_bytes)
+        near = sorted([((r - row) ** 2 + (s - size) ** 2, per_byte) for r, s, per_byte in self._known])[:_NEAREST]
+        weights = [1 / (distance + _CLOSE) for distance, _ in near]
+        mean = sum(w * per_byte for w, (_, per_byte) in zip(weights, near, strict=True)) / sum(weights)
+        return math.exp(mean) * shape.size_bytes
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Samples) and self.points == other.points
@@ -103,17 +103,14 @@ class Choice:
 
 
 def choose(
-    direction: Direction, table: Table, costs: Costs, *, beside: bool, paths: Collection[Path] = CANDIDATES
+    direction: Direction, shape: Shape, costs: Costs, *, beside: bool, paths: Collection[Path] = CANDIDATES
 ) -> Choice:
     """The path of the least estimated time.
 
     Args:
         beside: does computation run at the same time?
-        paths: those that can run here. Rows that are not whole multiples of 16 bytes are never staged.
+        paths: those that can run here.
     """
-    if Path.STAGED in paths and not is_aligned(table):
-        paths = [path for path in paths if path is not Path.STAGED]
-    shape = Shape.of(table)
     times = {
         path: costs.samples[direction, beside, path].time_us(shape)
         for path in CANDIDATES

@@ -21,7 +21,7 @@ from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.driver import SourceOrder
 from dovetail.kv import costs as measured
 from dovetail.kv import staging
-from dovetail.kv.choose import CANDIDATES, Choice, Costs, Path, choose
+from dovetail.kv.choose import CANDIDATES, Choice, Costs, Path, Shape, choose, is_aligned
 from dovetail.kv.planner import Direction, Table
 from dovetail.kv.staging import Launch, Staging
 
@@ -82,6 +82,7 @@ class GpuMover:
         self._cache, self._pieces = cache, np.array(pieces, np.int64)
         self._costs, self._launch = costs, launch
         self._paths = {Path(path) for path in paths}
+        self._choices: dict[tuple[Direction, Shape, bool], Choice] = {}
         self._entries = min(entries_per_call, device.caps.most_batched or entries_per_call)
         self._streams = {
             direction: [self._driver.stream_create() for _ in range(num_streams)] for direction in Direction
@@ -151,20 +152,27 @@ class GpuMover:
         return self._costs
 
     def _choice(self, direction: Direction, table: Table, beside: bool) -> Choice:
-        """Of the paths that can run here."""
-        paths = self._paths if self._device.caps.batched_copy else self._paths - {Path.DMA_BATCH}
-        if self._launch is None and not staging.has_kernel():
-            paths = paths - {Path.STAGED}
-        choice = choose(direction, table, self._known(), beside=beside, paths=paths)
+        """Of the paths that can run here; the same request is estimated once."""
+        key = (direction, Shape.of(table), beside)
+        if key not in self._choices:
+            self._choices[key] = choose(*key[:2], self._known(), beside=beside, paths=self._can())
+        choice = self._choices[key]
         if choice.path is not Path.STAGED:
             return choice
+        if not is_aligned(table):
+            return choose(*key[:2], self._known(), beside=beside, paths=self._can() - {Path.STAGED})
         try:
             self._through(direction)
         except HardwareError as error:
             logger.warning("auto leaves out the path staged from now on: %s", error)
-            self._paths = self._paths - {Path.STAGED}
+            self._paths, self._choices = self._paths - {Path.STAGED}, {}
             return self._choice(direction, table, beside)
         return choice
+
+    def _can(self) -> set[Path]:
+        """The paths that `auto` may take here."""
+        paths = self._paths if self._device.caps.batched_copy else self._paths - {Path.DMA_BATCH}
+        return paths if self._launch or staging.has_kernel() else paths - {Path.STAGED}
 
     def is_idle(self, direction: Direction | str) -> bool:
         """True if nothing is under way in this direction."""
@@ -312,9 +320,15 @@ class CpuMover:
         self._cache, self._pieces = cache, list(pieces)
 
     def submit(
-        self, direction: Direction | str, table: Table, path: Path | str = Path.CPU, *, after: Sequence[int] = ()
+        self,
+        direction: Direction | str,
+        table: Table,
+        path: Path | str = Path.CPU,
+        *,
+        after: Sequence[int] = (),
+        beside: bool | None = None,
     ) -> CpuTransfer:
-        """Moves everything before it returns. There are no streams to be `after`."""
+        """Moves everything before it returns. There are no streams to be `after`, and nothing to choose."""
         if after:
             raise ValueError("a cache in host memory has no streams: wait for its writers before you call")
         if Path(path) is not Path.CPU:

@@ -32,7 +32,13 @@ class Mover(Protocol):
     """Who moves bytes between the cache and the pool."""
 
     def submit(
-        self, direction: Direction | str, table: Table, path: Path | str = ..., *, after: Sequence[int] = ()
+        self,
+        direction: Direction | str,
+        table: Table,
+        path: Path | str = ...,
+        *,
+        after: Sequence[int] = (),
+        beside: bool | None = None,
     ) -> Transfer: ...
 
     def is_idle(self, direction: Direction | str) -> bool:
@@ -54,7 +60,8 @@ class Move:
 
     def is_over(self) -> bool:
         """True once all bytes have landed; a stored prefix can be fetched from then on."""
-        if self._end is not None and self.transfer.is_over():
+        # The last part is over last; asking the others lets them give back what they hold.
+        if self._end is not None and self.transfer.is_over() and all(part.is_over() for part in self.parts):
             end, self._end = self._end, None
             end()
         return self._end is None
@@ -120,12 +127,19 @@ class Prefixes:
         return self.pool.lookup(self._keys(token_ids, salt)) * self.block_tokens
 
     def store(
-        self, token_ids: Sequence[int], blocks: Sequence[int], *, salt: bytes = _NOBODY, after: Sequence[int] = ()
+        self,
+        token_ids: Sequence[int],
+        blocks: Sequence[int],
+        *,
+        salt: bytes = _NOBODY,
+        after: Sequence[int] = (),
+        beside: bool | None = None,
     ) -> Move:
         """Keeps the full blocks of a prompt that are not kept yet; `blocks` are the cache's, in the prompt's order.
 
         Args:
             after: streams that still write the cache: the copies begin behind their work so far.
+            beside: for the path auto: does computation run meanwhile? If not said: yes, unless `after` are all done.
 
         Raises:
             ValueError: fewer blocks than the prompt fills, or a bad id; nothing has changed.
@@ -136,7 +150,7 @@ class Prefixes:
         self._settle()
         begun = self.pool.begin_store(keys)
         try:
-            return self._begin(Direction.STORE, mine[begun.indices], begun, begun.commit, after)
+            return self._begin(Direction.STORE, mine[begun.indices], begun, begun.commit, after, beside)
         except BaseException:
             begun.abort(lambda: self._mover.is_idle(Direction.STORE))  # some of the copies may be under way
             raise
@@ -148,12 +162,14 @@ class Prefixes:
         *,
         salt: bytes = _NOBODY,
         after: Sequence[int] = (),
+        beside: bool | None = None,
         layers: int | None = None,
     ) -> Move:
         """Brings the leading blocks of a prompt that are kept into `blocks` of the cache; `num_tokens` says how far.
 
         Args:
             after: streams that still read or write those blocks: the copies begin behind their work so far.
+            beside: as for `store`.
             layers: bring so many layers at a time, the first ones first; `Move.parts` has a transfer for each step, so
                 that a layer can be computed while the next ones are under way.
         """
@@ -162,7 +178,7 @@ class Prefixes:
         self._settle()
         begun = self.pool.begin_fetch(keys, partial=True)
         try:
-            return self._begin(Direction.FETCH, mine[: len(begun)], begun, begun.release, after, layers)
+            return self._begin(Direction.FETCH, mine[: len(begun)], begun, begun.release, after, beside, layers)
         except BaseException:
             begun.release(lambda: self._mover.is_idle(Direction.FETCH))
             raise
@@ -174,13 +190,14 @@ class Prefixes:
         begun: Store | Fetch,
         end: Callable[[], None],
         after: Sequence[int],
+        beside: bool | None,
         layers: int | None = None,
     ) -> Move:
         request = (direction, self.layout, blocks, begun.slots, self._pieces)
         tables = [table(*request)] if layers is None else layer_tables(*request, layers=layers)
         parts = []
         for n, copies in enumerate(tables):  # of one direction: each begins behind the one before
-            parts.append(self._mover.submit(direction, copies, self._path, after=() if n else after))
+            parts.append(self._mover.submit(direction, copies, self._path, after=() if n else after, beside=beside))
         begun.guard(parts[-1].is_over)
         size_bytes = sum(copies.size_bytes for copies in tables)
         move = Move(parts, len(blocks) * self.block_tokens, size_bytes, end)

@@ -1,0 +1,141 @@
+"""Contenders that move the same blocks, timed in turn round by round and checked before and after."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dovetail.bench.kv.load import Load
+from dovetail.bench.kv.places import Bytes, Place
+from dovetail.bench.kv.spec import Row
+from dovetail.kv.layout import Layout
+from dovetail.kv.mover import Transfer
+from dovetail.kv.planner import Direction
+from dovetail.measure.stats import median
+
+_POISON = 0xA5
+_SAMPLES = 64
+_TIMEOUT_S = 120.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Part:
+    """One direction of a contender."""
+
+    direction: Direction
+    submit: Callable[[], Transfer]
+    sample: Sample
+
+
+@dataclass(slots=True, kw_only=True)
+class Contender:
+    """One way to move the same blocks, in one direction or in both at once."""
+
+    name: str
+    entries: int | None
+    size_bytes: int
+    copies: int
+    plan_us: float
+    parts: list[Part]
+    right: bool = True
+    choice: str | None = None  #: of auto: the path that it took
+    submits_us: list[float] = field(default_factory=list)
+    times_us: list[float] = field(default_factory=list)
+    kept: list[float] = field(default_factory=list)  #: share of its speed that a computation had beside it
+
+    def once(self) -> tuple[float, float]:
+        """Microseconds until everything was submitted, and until it had landed."""
+        began = time.perf_counter_ns()
+        transfers = [part.submit() for part in self.parts]
+        submitted = time.perf_counter_ns()
+        for transfer in transfers:
+            transfer.wait(_TIMEOUT_S)
+        ended = time.perf_counter_ns()
+        self.choice = getattr(getattr(transfers[0], "choice", None), "path", None)
+        return (submitted - began) / 1e3, (ended - began) / 1e3
+
+    def arrives(self) -> bool:
+        """Whether what is at the source of each row is at its destination afterwards."""
+        wanted = [part.sample.begin(part.direction) for part in self.parts]
+        self.once()
+        return all(part.sample.arrived(part.direction, w) for part, w in zip(self.parts, wanted, strict=True))
+
+    def row(self) -> Row:
+        """Its part of a row; a contender whose bytes came changed has no time."""
+        time_us = round(median(self.times_us), 1) if self.right else None
+        return {
+            "size_bytes": self.size_bytes, "path": self.name, "chosen": self.choice and str(self.choice),
+            "entries_per_call": self.entries, "copies": self.copies, "plan_us": round(self.plan_us, 1),
+            "submit_us": round(median(self.submits_us), 1) if self.right else None, "time_us": time_us,
+            "bandwidth_gbps": self.size_bytes / time_us / 1e3 if time_us else None, "correct": self.right,
+            "compute_kept": round(median(self.kept), 4) if self.kept and self.right else None,
+            "iterations": len(self.times_us),
+        }  # fmt: skip
+
+
+def race(contenders: Sequence[Contender], rounds: int, load: Load | None) -> None:
+    """Checks all, times them in turn, round by round, and checks them again."""
+    for contender in contenders:
+        contender.right = contender.arrives()
+    going = [contender for contender in contenders if contender.right]
+    for n in range(rounds + 1):
+        for contender in going:
+            if n == 0:  # the first round warms up
+                contender.submits_us, contender.times_us = ([t] for t in contender.once())
+                continue
+            if load is None:
+                found = [contender.once()]
+            else:
+                found, kept = load.beside(contender.once, contender.times_us[0])
+                contender.kept.append(kept)
+            contender.submits_us += [submit_us for submit_us, _ in found]
+            contender.times_us += [time_us for _, time_us in found]
+    for contender in going:
+        contender.submits_us, contender.times_us = contender.submits_us[1:], contender.times_us[1:]
+        contender.right = contender.arrives()
+
+
+class Sample:
+    """Random rows of the blocks that are moved: fresh random bytes at the source, poison at the destination."""
+
+    def __init__(self, place: Place, layout: Layout, blocks: Any, slots: Any, rng: np.random.Generator) -> None:
+        self._place, self._rng = place, rng
+        group = layout.groups[0]
+        k = rng.integers(0, len(blocks), _SAMPLES)
+        row = rng.integers(0, group.num_rows, _SAMPLES)
+        pairs = set(zip(k.tolist(), row.tolist(), strict=True))
+        self._size = group.row_bytes
+        self._rows = [
+            (int(group.bases[r] + blocks[n] * group.strides[r]), int(slots[n] * layout.slot_bytes + r * self._size))
+            for n, r in sorted(pairs)
+        ]
+
+    def begin(self, direction: Direction) -> list[Bytes]:
+        """Fresh bytes at the source of each row, others at its destination; returns what must arrive."""
+        wanted = []
+        fetch = direction is Direction.FETCH
+        for device, host in self._rows:
+            there = self._place.host(host, self._size)
+            if fetch:
+                there[:] = self._rng.integers(0, 256, self._size, dtype=np.uint8)
+                wanted.append(there.copy())
+                self._place.fill(device, self._size, _POISON)
+            else:
+                byte = int(self._rng.integers(0, 256))
+                self._place.fill(device, self._size, byte)
+                wanted.append(np.full(self._size, byte, np.uint8))
+                there[:] = byte ^ 0xFF
+        return wanted
+
+    def arrived(self, direction: Direction, wanted: list[Bytes]) -> bool:
+        """Whether it is there now."""
+        fetch = direction is Direction.FETCH
+        for (device, host), right in zip(self._rows, wanted, strict=True):
+            came = self._place.read(device, self._size) if fetch else self._place.host(host, self._size)
+            if not np.array_equal(came, right):
+                return False
+        return True
