@@ -38,6 +38,10 @@ dovetail bench beside --backend cuda
 dovetail bench kv --layout llama-70b-tp8 --tokens 1K,4K --cache 1G
 
 dovetail bench kv --backend cuda --layout all --tokens 1K,8K,32K --cache 64G --pin 12G
+
+dovetail bench kv --serve
+
+dovetail bench kv --serve --backend cuda --model llama-8b --tokens 1K,8K,32K --hit 0.5,0.9 --pin 40G
 """
 _EVERY = "all"
 KV = "kv"
@@ -76,8 +80,16 @@ def bench(
     layout: Annotated[str | None, typer.Option(help="kv: models such as llama-8b,llama-70b-tp4,mla, or all.")] = None,
     tokens: Annotated[str | None, typer.Option(help="kv: how many tokens are fetched and stored: 1K,8K.")] = None,
     cache: Annotated[str | None, typer.Option(help="kv: size of the cache: 2G.")] = None,
-    path: Annotated[str | None, typer.Option(help="kv: auto, dma-2d, dma-batch, dma-loop, kernel, cpu, all.")] = None,
+    path: Annotated[str | None, typer.Option(help="kv: auto, dma-2d, ..., all; --serve: also loop, vllm, ...")] = None,
     outermost: Annotated[str | None, typer.Option(help="kv: layer or block.")] = None,
+    direction: Annotated[str | None, typer.Option(help="kv: fetch, store, both (at once).")] = None,
+    beside: Annotated[str | None, typer.Option(help="kv: beside what: idle,gemm,decode.")] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="kv: end to end, in a model of transformers.")] = False,
+    model: Annotated[str | None, typer.Option(help="--serve: llama-8b, llama-8b-tp4 (16 KB pages), tiny.")] = None,
+    hit: Annotated[str | None, typer.Option(help="--serve: shares of requests whose prefix is kept.")] = None,
+    requests: Annotated[int | None, typer.Option(help="--serve: how many are served in a pass.")] = None,
+    new: Annotated[int | None, typer.Option(help="--serve: tokens to decode of each request: 4.")] = None,
+    offload: Annotated[str | None, typer.Option(help="--serve: also contexts in host memory, in tokens.")] = None,
     json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write a record to FILE.")] = None,
 ) -> None:
     """Measure a collective beside its baselines, in the manner of nccl-tests.
@@ -91,16 +103,26 @@ def bench(
     """
     one_of("backend", backend, BACKENDS)
     one_of("peers", peers or _HOST, PEERS)
-    kv = {"layout": layout, "tokens": tokens, "cache": cache, "path": path, "outermost": outermost}
+    kv: dict[str, Any] = {"layout": layout, "tokens": tokens, "cache": cache, "path": path, "outermost": outermost}
+    kv |= {"direction": direction, "beside": beside}
+    serving: dict[str, Any] = {"model": model, "hit": hit, "requests": requests, "new": new, "offload": offload}
     if collective == KV:
         from dovetail.cli import _kv
 
         others = {"peers": peers, "ranks": ranks, "end": end, "baseline": baseline}
         _refuse({name: given is not None for name, given in others.items()} | {"energy": energy}, "collectives")
         bounds = Bounds(force=force, pin_bytes=None if pin is None else parse_bytes(pin))
+        if serve:
+            from dovetail.cli import _serve
+
+            alone = ("layout", "outermost", "direction", "beside")
+            _refuse({name: kv.pop(name) is not None for name in alone}, "kv without --serve")
+            _serve.bench(backend, _serve.Asked(**kv, **serving, rounds=iters, quick=quick), bounds, json)
+            return
+        _refuse({name: given is not None for name, given in serving.items()}, "--serve")
         _kv.bench(backend, _kv.Asked(**kv, rounds=iters, quick=quick), bounds, json)
         return
-    _refuse({name: given is not None for name, given in kv.items()}, KV)
+    _refuse({name: given is not None for name, given in (kv | serving).items()} | {"serve": serve}, KV)
     if backend == CUDA and peers != _RANK_PROCESSES:
         ranks_only = {
             "baseline": baseline is not None,

@@ -1,0 +1,136 @@
+"""Prefixes across requests: what one call of `generate()` has computed, a later one with the same beginning fetches.
+
+Owns the meeting of `Prefixes` (blocks in host memory, by their tokens) and `PagedCache` (blocks on the device). A fetch
+is joined layer by layer by the stream that computes: nothing blocks the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dovetail.hw.gpu.device import Device
+from dovetail.kv.choose import Path
+from dovetail.kv.prefixes import Move, Prefixes
+from dovetail.kv.transformers import order, serving
+from dovetail.kv.transformers.memory import PagedMemory
+from dovetail.kv.transformers.paged import PagedCache
+
+Tokens = torch.Tensor | Sequence[int] | NDArray[Any]
+_EVERYBODY = b"everybody"
+
+
+class PrefixStore:
+    """Prefixes of prompts for one model. `with PrefixStore(memory, pool_bytes=...) as store:`, or `close()`.
+
+    Args:
+        memory: the blocks that requests compute in.
+        pool_bytes: host memory to keep prefixes in, pinned if the blocks are on a GPU; the oldest go when it is full.
+        path: how bytes move to and from a GPU.
+        layers: so many layers are fetched at a time, and a layer is computed while the next ones arrive; None: all at
+            once, in the fewest copies.
+        kept: instead of `pool_bytes` and `path`, prefixes of the same blocks that exist; the caller closes them.
+    """
+
+    def __init__(
+        self,
+        memory: PagedMemory,
+        *,
+        pool_bytes: int | None = None,
+        path: Path | str = Path.AUTO,
+        layers: int | None = None,
+        kept: Prefixes | None = None,
+    ) -> None:
+        if (pool_bytes is None) == (kept is None):
+            raise ValueError("a PrefixStore needs either pool_bytes or kept")
+        if layers is not None and layers < 1:
+            raise ValueError(f"layers is {layers}; it must be 1 or more, or None for all at once")
+        self.memory, self.layers = memory, layers
+        self._device: Device | None = None
+        self._owns = kept is None
+        self.kept = kept if kept is not None else self._made(pool_bytes or 0, path)
+
+    def _made(self, pool_bytes: int, path: Path | str) -> Prefixes:
+        memory = self.memory
+        if memory.device.type != "cuda":
+            return Prefixes.on_cpu(memory.layout, memory.bytes(), pool_bytes=pool_bytes)
+        self._device = open_device(memory.device)
+        return serving.prefixes(memory, self._device, pool_bytes, path, serving.ServingMover)[0]
+
+    def begin(self, token_ids: Tokens, *, room: int = 0, salt: bytes = _EVERYBODY) -> PagedCache:
+        """A cache for a prompt, with what is kept of it under way: pass it and the whole prompt to `generate()`.
+
+        At least one token of the prompt is left to compute. Returns before the bytes have landed.
+
+        Args:
+            token_ids: the prompt: [S], or [1, S].
+            room: tokens that will be generated: blocks for them are taken now.
+            salt: tells tenants apart.
+
+        Raises:
+            CacheFull: there are too few blocks; nothing has moved.
+        """
+        prompt = row_of(token_ids)
+        if not len(prompt):
+            raise ValueError("a prompt has at least one token")
+        cache = PagedCache(self.memory, num_tokens=len(prompt) + room)
+        try:
+            after = self.memory.fence.after
+            move = self.kept.fetch(prompt[:-1], cache.blocks, salt=salt, after=after, layers=self.layers)
+        except BaseException:
+            cache.close()
+            raise
+        if move.num_tokens:
+            cache.pages.expect(move, self.layers or self.memory.shape.num_layers)
+            cache.begin_at(move.num_tokens)
+        return cache
+
+    def keep(self, cache: PagedCache, token_ids: Tokens, *, salt: bytes = _EVERYBODY) -> Move:
+        """Keeps the full blocks of a cache: of `token_ids`, as far as the cache has them, what is not kept yet.
+
+        Returns before the bytes have landed; the cache may be closed or go on meanwhile.
+
+        Raises:
+            ValueError: a cache of several sequences, or of another memory.
+            PoolFull: there is no room; nothing has changed.
+        """
+        if cache.pages.num_sequences != 1 or cache.pages.memory is not self.memory:
+            raise ValueError("a PrefixStore keeps caches of one sequence, in blocks of its own memory")
+        tokens = row_of(token_ids)[: cache.get_seq_length()]
+        move = self.kept.store(tokens, cache.blocks, salt=salt, after=order.computing(self.memory.device))
+        cache.pages.hold(move, len(tokens))
+        return move
+
+    def close(self) -> None:
+        """Waits for what is under way and gives the pool back. Safe to call twice."""
+        if self._owns:
+            self.kept.close()
+        if self._device is not None:
+            self._device.close()
+            self._device = None
+
+    def __enter__(self) -> PrefixStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_device(device: torch.device) -> Device:
+    """The driver's side of a GPU of torch."""
+    torch.zeros(1, device=device)  # torch makes its context first: both share it
+    return Device("hip" if torch.version.hip else "cuda", device.index or 0)
+
+
+def row_of(token_ids: Tokens) -> Any:
+    """Token ids as one row of numbers."""
+    given = token_ids.cpu().numpy() if isinstance(token_ids, torch.Tensor) else np.asarray(token_ids)
+    if given.ndim == 2 and len(given) == 1:
+        given = given[0]
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        raise ValueError(f"a prompt is one row of token ids, not {given.dtype} of shape {given.shape}")
+    return given.astype(np.int64, copy=False)

@@ -1,0 +1,197 @@
+"""Prefixes across requests: what is fetched gives the logits of what is computed, and nothing is used too early."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.llama import LateMover, differ, generate, llama, prompt, same
+
+from dovetail.bench.serve.server import Scattered
+from dovetail.kv.memory import HostMemory
+from dovetail.kv.pool import Pool
+from dovetail.kv.prefixes import Prefixes, _flat
+from dovetail.kv.transformers import CacheFull, PagedCache, PagedMemory, PrefixStore, order
+
+MODEL = llama()
+IDS = prompt(50)
+ROUNDING = 1e-4  # of logits around 10: attention over a part of a prompt sums in another order
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def memory(num_blocks: int = 32) -> PagedMemory:
+    return PagedMemory.for_model(MODEL, num_blocks, allocator=Scattered(num_blocks, 5))
+
+
+def poison(blocks: PagedMemory) -> None:
+    blocks.tokens.fill_(float("nan"))
+
+
+def late(blocks: PagedMemory, layers: int | None = None, slots: int = 16) -> tuple[PrefixStore, LateMover]:
+    """A store whose bytes land when somebody waits for them, no sooner."""
+    host = HostMemory(slots, blocks.layout.slot_bytes)
+    mover = LateMover(blocks.bytes(), _flat(host))
+    kept = Prefixes(blocks.layout, Pool(host), mover, "cpu")
+    return PrefixStore(blocks, kept=kept, layers=layers), mover
+
+
+def serve(store: PrefixStore, ids: torch.Tensor, **options: Any) -> Any:
+    """A request, kept afterwards."""
+    with store.begin(ids, **options) as cache:
+        said = generate(MODEL, ids, cache)
+        store.keep(cache, said.sequences, **options).wait()
+    return said
+
+
+@pytest.mark.parametrize("layers", [None, 1, 3, 9])
+def test_a_fetched_prefix_gives_the_logits_of_a_computed_one(layers: int | None) -> None:
+    blocks = memory()
+    plain = generate(MODEL, IDS)
+    with PrefixStore(blocks, pool_bytes=1 << 20, layers=layers) as store:
+        assert same(serve(store, IDS), plain)
+        poison(blocks)
+        with store.begin(IDS, room=20) as cache:
+            assert cache.get_seq_length() == 48
+            ours = generate(MODEL, IDS, cache)
+        assert torch.equal(ours.sequences, plain.sequences)
+        assert differ(ours, plain) < ROUNDING
+        # The same two steps without a fetch have the same bits.
+        with PagedCache(blocks) as cache, torch.inference_mode():
+            MODEL(input_ids=IDS[:, :48], past_key_values=cache)
+            assert same(generate(MODEL, IDS, cache), ours)
+
+
+def test_answers_are_kept_too_and_a_token_is_always_left() -> None:
+    with PrefixStore(memory(), pool_bytes=1 << 20) as store:
+        said = serve(store, IDS)
+        longer = torch.cat([said.sequences, prompt(9, 1)], dim=1)
+        with store.begin(longer) as cache:
+            assert cache.get_seq_length() == 64  # of 69 that were computed, the full blocks
+            assert differ(generate(MODEL, longer, cache), generate(MODEL, longer)) < ROUNDING
+        with store.begin(IDS[:, :48]) as cache:
+            assert cache.get_seq_length() == 32
+        with store.begin(IDS[0, :1].tolist()) as cache:
+            assert cache.get_seq_length() == 0
+        with pytest.raises(ValueError, match="at least one token"):
+            store.begin([])
+        with pytest.raises(ValueError, match="one row of token ids"):
+            store.begin(prompt(8, batch=2))
+
+
+def test_tenants_do_not_meet_and_eviction_costs_only_time() -> None:
+    blocks = memory()
+    one, two = prompt(40, 1), prompt(40, 2)
+    with PrefixStore(blocks, pool_bytes=4 * blocks.layout.slot_bytes) as store:
+        serve(store, one, salt=b"a")
+        with store.begin(one, salt=b"b") as cache:
+            assert cache.get_seq_length() == 0
+        serve(store, two, salt=b"a")  # 3 of 4 slots: evicts most of the first
+        assert store.kept.stats().evicted == 2
+        poison(blocks)
+        with store.begin(one, salt=b"a") as cache:
+            assert cache.get_seq_length() == 16
+            assert differ(generate(MODEL, one, cache), generate(MODEL, one)) < ROUNDING
+
+
+@pytest.mark.parametrize("layers", [None, 1, 2])
+def test_bytes_that_come_late_are_waited_for(layers: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = memory()
+    store, mover = late(blocks, layers)
+    plain = serve(store, IDS)
+    poison(blocks)
+    with store.begin(IDS) as cache:
+        assert all(direction == "store" for direction, _ in mover.log)
+        assert differ(generate(MODEL, IDS, cache), plain) < ROUNDING
+    poison(blocks)
+    with monkeypatch.context() as patched:
+        patched.setattr(order, "join", lambda *_: None)
+        with store.begin(IDS) as cache:
+            assert differ(generate(MODEL, IDS, cache), plain) == float("inf")  # so the wait is what made it right
+    blocks.take(blocks.num_free)  # lands what was not waited for
+    store.kept.close()
+
+
+def test_each_layer_waits_for_its_own_part_only() -> None:
+    blocks = memory()
+    store, mover = late(blocks, layers=1)
+    serve(store, IDS)
+    mover.log.clear()
+    seen = []
+    hooks = [
+        layer.mlp.register_forward_hook(lambda *_: seen.append(len(mover.log))) for layer in MODEL.model.layers
+    ]
+    with store.begin(IDS) as cache, torch.inference_mode():
+        MODEL(input_ids=IDS[:, 48:], past_key_values=cache)
+    for hook in hooks:
+        hook.remove()
+    assert seen == [1, 2, 3, 4]
+    store.kept.close()
+
+
+def test_blocks_under_a_store_are_not_used_before_it_has_landed() -> None:
+    blocks = memory(8)
+    store, mover = late(blocks)
+    with store.begin(IDS) as cache:
+        said = generate(MODEL, IDS, cache, new=2)
+        mine = cache.blocks
+        move = store.keep(cache, IDS)
+    assert blocks.num_free == 8
+    others = blocks.take(4)
+    assert not set(others) & set(mine)
+    assert not move.is_over()
+    rest = blocks.take(4)  # these are under the store: whoever writes them comes after it
+    assert set(rest) == set(mine)
+    assert mover.log == [("store", 1)]
+    poison(blocks)
+    blocks.give(others + rest)
+    with store.begin(IDS) as cache:
+        assert cache.get_seq_length() == 48
+        assert differ(generate(MODEL, IDS, cache, new=2), said) < ROUNDING
+    store.kept.close()
+
+
+def test_tokens_under_a_store_are_not_overwritten_after_a_crop() -> None:
+    store, mover = late(memory())
+    with store.begin(IDS) as cache:
+        said = generate(MODEL, IDS, cache, new=2)
+        store.keep(cache, IDS)
+        cache.crop(-30)
+        other = torch.cat([IDS[:, :21], prompt(20, 9)], dim=1)
+        generate(MODEL, other, cache, new=2)  # writes into blocks that are being stored
+        assert ("store", 1) in mover.log
+    with store.begin(IDS) as cache:
+        assert cache.get_seq_length() == 48
+        assert differ(generate(MODEL, IDS, cache, new=2), said) < ROUNDING
+    store.kept.close()
+
+
+def test_a_full_memory_moves_nothing() -> None:
+    blocks = memory(3)
+    store, mover = late(blocks)
+    with pytest.raises(CacheFull, match="needs 4 more blocks of 16 tokens and 3 of 3 are free"):
+        store.begin(IDS)
+    assert mover.log == []
+    assert store.kept.stats().misses == 0
+    with pytest.raises(ValueError, match="each block of the cache once|salt is 1 to 64 bytes"):
+        store.begin(IDS[:, :20], salt=b"")
+    assert blocks.num_free == 3  # the failed fetch holds nothing
+    store.kept.close()
+
+
+def test_arguments_that_make_no_sense() -> None:
+    blocks = memory()
+    with pytest.raises(ValueError, match="either pool_bytes or kept"):
+        PrefixStore(blocks)
+    with pytest.raises(ValueError, match="layers is 0"):
+        PrefixStore(blocks, pool_bytes=1 << 20, layers=0)
+    with PrefixStore(blocks, pool_bytes=1 << 20) as store, pytest.raises(ValueError, match="of its own memory"):
+        store.keep(PagedCache(memory()), IDS)
