@@ -105,3 +105,10 @@ def test_the_profile_of_this_machine_goes_before_the_shipped_figures(
 
 def test_the_shipped_figures_cover_every_candidate() -> None:
     assert set(costs.shipped().samples) == {(d, b, p) for d in Direction for b in (False, True) for p in CANDIDATES}
+
+
+def test_the_shipped_figures_are_those_of_a_record() -> None:
+    """Made by `dovetail tune --only kv` on an H200, and nothing else."""
+    record = json.loads((File(__file__).parents[2] / "benchmarks/results/h200-tune-kv.json").read_text())
+    found = tune.found_in(record["rows"], "a record")
+    assert costs.section(found) == costs.section(costs.shipped())
