@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+from dovetail.errors import PlanError
 from dovetail.kv.layout import Group, Layout, block_outermost, layer_outermost, of_tensors
 from dovetail.kv.planner import Direction, Pieces, Table, as_plan, layer_tables, plan, table
 from dovetail.plan import Op, Plan, passes
@@ -323,3 +325,19 @@ def test_a_split_moves_the_same_rows_in_smaller_copies(most_bytes: int, shapes: 
     groups = parts.by_shape()
     assert sum(map(len, groups)) == len(parts)
     assert all(len({(int(w), int(r)) for w, r in zip(g.width, g.rows, strict=True)}) == 1 for g in groups)
+
+
+def test_faults_of_a_large_plan_are_found_where_they_are() -> None:
+    """Tables of thousands of rows are checked one by one, and a goal that is part of a queue with that queue."""
+    layout = layer_outermost("x", num_layers=4, row_bytes=64, num_blocks=20_000)
+    pieces = Pieces(num_slots=10_000, slot_bytes=layout.slot_bytes, slots_per_piece=4096)
+    made = plan("fetch", layout, np.arange(0, 20_000, 2), np.arange(10_000), pieces)
+    assert len(made.goal) == 10_000
+    steps, goal = made.queues[0].steps.copy(), made.goal.copy()
+    steps["dst_rank"][7000] = 5
+    queue = dataclasses.replace(made.queues[0], steps=steps)
+    with pytest.raises(PlanError, match="queue 0 step 7000: dst rank out of range"):
+        made.replace(queues=(queue, made.queues[1]))
+    goal["src_buffer"][9999] = 99
+    with pytest.raises(PlanError, match="goal step 9999: src buffer out of range"):
+        made.replace(goal=goal)

@@ -218,8 +218,7 @@ def as_plan(direction: Direction, layout: Layout, copies: Table, pieces: Pieces)
         for n in range(pieces.count)
     )
     done = Signal(name="done", rank=DEVICE)
-    moves = _moves(fetch, copies)
-    steps = st.sequence(moves, st.signal(0), st.wait(0))
+    steps = st.sequence(_moves(fetch, copies), st.signal(0), st.wait(0))
     queue = Queue(rank=DEVICE, engine=0, steps=steps, name=str(direction))
     over = Queue(rank=HOST, engine=0, steps=st.wait(0), name="until it has landed")
     return Plan(
@@ -228,7 +227,7 @@ def as_plan(direction: Direction, layout: Layout, copies: Table, pieces: Pieces)
         buffers=(cache, *pool),
         signals=(done,),
         queues=(queue, over),
-        goal=moves,
+        goal=steps[: len(copies)],
     )
 
 

@@ -244,9 +244,22 @@ def _validate(plan: Plan) -> None:
     tables = [*(q.steps for q in plan.queues), plan.goal]
     if any(rows.dtype != st.STEP for rows in tables):
         raise PlanError(f"plan {plan.name}: a queue, or the goal, is not a table of steps")
-    _in_range(plan, tables)
+    if sum(map(len, tables)) < _LARGE:
+        _in_range(plan, tables)
+        return
+    if any(_is_part(plan.goal, q.steps) for q in plan.queues):  # the goal may be the moves themselves
+        tables.pop()
+    for place, rows in enumerate(tables):
+        _in_range(plan, [rows], place)
 
 
+def _is_part(rows: Rows, whole: Rows) -> bool:
+    """Are they rows of another table, in the same memory?"""
+    at = rows.ctypes.data - whole.ctypes.data
+    return rows.strides == whole.strides and at >= 0 and at + rows.nbytes <= whole.nbytes and not at % st.STEP.itemsize
+
+
+_LARGE = 4096  # rows: few small tables are faster as one, large ones are not worth copying
 _OPERANDS = {
     "src": (Op.COPY, Op.COPY2D, Op.BROADCAST, Op.SWAP),
     "dst": st.MOVES,
@@ -254,9 +267,9 @@ _OPERANDS = {
 }
 
 
-def _in_range(plan: Plan, tables: list[Rows]) -> None:
-    """All tables at once; a fault is then traced back to its queue."""
-    rows = st.sequence(*tables)
+def _in_range(plan: Plan, tables: list[Rows], first: int = 0) -> None:
+    """All tables at once, the queues from `first` on, then the goal; a fault is then traced back to its queue."""
+    rows = st.sequence(*tables) if len(tables) > 1 else tables[0]
 
     def require(ok: np.ndarray, what: str) -> None:
         if ok.all():
@@ -264,7 +277,7 @@ def _in_range(plan: Plan, tables: list[Rows]) -> None:
         at, place = int(np.argmin(ok)), 0
         while at >= len(tables[place]):
             at, place = at - len(tables[place]), place + 1
-        where = f"queue {place}" if place < len(plan.queues) else "goal"
+        where = f"queue {first + place}" if first + place < len(plan.queues) else "goal"
         raise PlanError(f"plan {plan.name}: {where} step {at}: {what}")
 
     op = rows["op"]

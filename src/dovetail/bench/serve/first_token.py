@@ -22,6 +22,7 @@ from dovetail.measure.stats import median
 
 Row = dict[str, Any]
 SECTION = "first token"
+_WARM = 2  # rounds: a model's first steps are slow
 
 
 @dataclass(slots=True)
@@ -41,9 +42,9 @@ def measure(spec: Spec, server: Server, contenders: list[Contender], tokens: int
     keeps = keeper(contenders)
     whole, stepped = references(server, prompt, tokens, keeps)
     entries = [_Entry(c, Likeness(server.shape.dtype)) for c in contenders]
-    for n in range(spec.rounds + 1):
+    for n in range(_WARM + spec.rounds):
         for entry in entries:
-            _once(server, prompt, entry, warm=n == 0, references=(whole, stepped))
+            _once(server, prompt, entry, warm=n < _WARM, references=(whole, stepped))
     return [_row(spec, entry, tokens, server) for entry in entries]
 
 
