@@ -8,16 +8,18 @@ import numpy as np
 import pytest
 from tests.standin import build
 
-from dovetail import cli
+from dovetail import cli, profile
 from dovetail.bench import kv
 from dovetail.bench.kv import tune
+from dovetail.bench.kv.load import Load
 from dovetail.hw.gpu import driver
 from dovetail.kv import costs
+from dovetail.kv.choose import Costs, Samples, Shape, choose
 from dovetail.kv.choose import Path as Form
 from dovetail.kv.models import model
 from dovetail.kv.mover import CpuMover
 from dovetail.kv.planner import Direction, Table
-from dovetail.measure import record
+from dovetail.measure import machine, record
 
 
 def run(*words: str) -> int:
@@ -126,7 +128,6 @@ def test_errors_of_usage(words: str, message: str, capsys: pytest.CaptureFixture
     assert message in capsys.readouterr().err
 
 
-
 def test_tuning_on_a_stand_in_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,3 +147,91 @@ def test_tuning_on_a_stand_in_driver(
     found = costs.current()
     assert set(found.samples) == {(d, False, p) for d in Direction for p in (Form.DMA_2D, Form.DMA_BATCH)}
     assert found.source.startswith("profile of ")
+
+
+def test_a_section_that_is_not_understood_is_named_and_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DOVETAIL_PROFILE", str(tmp_path / "profile.json"))
+    for section in ({"cuda": {"fetch": 1}}, ["cuda"]):
+        caplog.clear()
+        profile.save(profile.Profile(key=machine.profile_key(), sections={"kv": section}))
+        assert costs.current() == costs.shipped()
+        assert "section 'kv' of the profile of" in caplog.text
+        assert "until then: shipped figures of an H200" in caplog.text
+
+
+def test_figures_of_an_idle_gpu_serve_where_there_are_no_others() -> None:
+    """As after a tuning without torch: a transfer beside computation is not bound to dma-2d."""
+    samples = {
+        (Direction.FETCH, False, p): Samples([(4096, 1 << 20, t)]) for p, t in ((Form.DMA_2D, 9), (Form.STAGED, 2))
+    }
+    found = choose(
+        Direction.FETCH, Shape(row_bytes=4096, size_bytes=1 << 20),
+        Costs(samples=samples, entries_per_call=1, source="a test"), beside=True,
+    )  # fmt: skip
+    assert found.path is Form.STAGED
+    assert found.reason == "estimated on an idle GPU: dma-2d 9 us, staged 2 us (a test)"
+
+
+def test_batches_that_came_changed_do_not_win() -> None:
+    same = {"direction": "fetch", "beside": "idle", "outermost": "layer", "blocks": 1, "num_layers": 1}
+    times = {"dma-batch 128": (10.0, 20.0), "dma-batch 512": (9.0, None)}
+    rows = [
+        same | {"path": p, "size_bytes": 64, "time_us": t, "correct": t is not None}
+        for p, found in times.items()
+        for t in found
+    ]
+    assert tune.found_in(rows, "a test").entries_per_call == 128
+
+
+class Timeline:
+    """A GPU in virtual time: computations in a row, at half speed while a transfer runs."""
+
+    def __init__(self) -> None:
+        self.now_us = self.done_us = self.queued_us = 0.0
+        self.marks: list[Mark] = []
+
+    def advance(self, us: float, pace: float) -> None:
+        for mark in self.marks:
+            if mark.at_us is None and mark.place_us <= self.done_us + us * pace:
+                mark.at_us = self.now_us + (mark.place_us - self.done_us) / pace
+        self.now_us, self.done_us = self.now_us + us, self.done_us + us * pace
+
+    def transfer(self) -> tuple[float, float]:
+        self.advance(39_000, 0.5)
+        return 1.0, 39_000.0
+
+
+class Mark:
+    at_us: float | None = None
+    place_us = 0.0
+
+    def __init__(self, line: Timeline) -> None:
+        self.line = line
+
+    def record(self, _: object) -> None:
+        self.place_us = self.line.queued_us
+        self.line.marks.append(self)
+
+    def query(self) -> bool:
+        return self.at_us is not None
+
+    def synchronize(self) -> None:
+        self.line.advance(max(self.place_us - self.line.done_us, 0.0), 1.0)
+
+    def elapsed_time(self, other: Mark) -> float:
+        assert self.at_us is not None
+        assert other.at_us is not None
+        return (other.at_us - self.at_us) / 1e3
+
+
+def test_what_computation_keeps_is_not_taken_from_a_time_with_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transfers that take much longer beside it: the last one is not over when it was expected to be."""
+    line, load = Timeline(), object.__new__(Load)
+    load.name, load._one_us, load._stream = "gemm", 1000.0, None
+    monkeypatch.setattr(load, "_marks", lambda number: [Mark(line) for _ in range(number)])
+    monkeypatch.setattr(load, "_compute", lambda n: setattr(line, "queued_us", line.queued_us + 1000.0 * n))
+    found, kept = load.beside(line.transfer, 4_000.0)
+    assert len(found) == 2
+    assert kept == pytest.approx(0.5)

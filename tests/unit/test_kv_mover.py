@@ -111,6 +111,15 @@ def test_a_fetch_waits_for_what_its_caller_was_doing(device: Device) -> None:
         driver.stream_destroy(stream)
 
 
+def test_a_mover_gives_back_the_events_of_transfers_that_nobody_asked_about(device: Device) -> None:
+    rig = Rig(device, LAYOUTS[0], 4)
+    free = len(device._events)
+    events = {rig.mover.submit(d, table(d, rig.layout, *rig.request(), rig.pieces))._end for d in Direction}
+    rig.mover.close()
+    assert events <= set(device._events)
+    assert len(set(device._events)) == len(device._events) >= free
+
+
 def test_linear_copies_are_the_rows_of_strided_ones() -> None:
     layout = LAYOUTS[0]
     pieces = Pieces(num_slots=24, slot_bytes=layout.slot_bytes, slots_per_piece=16)

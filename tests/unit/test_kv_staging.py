@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import itertools
+import mmap
 import queue
 import threading
 import time
@@ -15,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 from tests.standin import build
 
-from dovetail.errors import NotSupported
+from dovetail.errors import HardwareError, NotSupported
 from dovetail.hw.gpu.cuda import CudaDriver
 from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.driver import WAIT, WORD, WRITE, DriverError
@@ -197,6 +200,98 @@ def test_a_transfer_is_over_after_those_before_it(device: Device) -> None:
     rig.close()
 
 
+@pytest.mark.parametrize("path", ["dma-2d", "dma-batch", "dma-loop", "staged"])
+def test_the_last_of_two_fetches_of_a_block_stays(device: Device, path: str) -> None:
+    """The kernel of the first is late: what the second brings, by whatever path, comes behind it."""
+    rig = Rig(device, layout_of(), 5e-3)
+    blocks, slots = np.arange(0, 40, 2), np.arange(20)
+    first = table("fetch", rig.layout, blocks, slots, rig.pieces)
+    second = table("fetch", rig.layout, blocks, slots[::-1] + 20, rig.pieces)
+    wanted = rig.expected((Direction.FETCH, first), (Direction.FETCH, second))
+    rig.mover.submit("fetch", first, "staged")
+    rig.mover.submit("fetch", second, path).wait()
+    assert rig.is_like(wanted)
+    rig.close()
+
+
+def test_both_ways_and_all_paths_at_once(device: Device) -> None:
+    """Fetches and stores that share no block and no slot, some of no bytes, by random paths, behind late kernels."""
+    rng = np.random.default_rng(5)
+    for trial in range(12):
+        shape = int(rng.integers(2, 60)), 16 * int(rng.integers(1, 20))
+        rig = Rig(device, layout_of(*shape), 5e-4 * (trial % 2), seed=trial)
+        requests = []
+        for direction in rng.choice(list(Direction), 6):
+            block, slot = (0, 0) if direction == Direction.FETCH else (24, 20)
+            count = int(rng.integers(0, 18))
+            where = block + rng.permutation(24)[:count], slot + np.sort(rng.permutation(20)[:count])
+            requests.append((Direction(direction), table(direction, rig.layout, *where, rig.pieces)))
+        wanted = rig.expected(*requests)
+        paths = rng.choice(["staged", "staged", "dma-2d", "dma-loop"], len(requests))
+        for transfer in [rig.mover.submit(*request, str(path)) for request, path in zip(requests, paths, strict=True)]:
+            transfer.wait()
+        assert rig.is_like(wanted), f"trial {trial}: {shape}, {paths}"
+        rig.close()
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_no_copy_reaches_into_two_pieces_that_adjoin(device: Device, direction: Direction) -> None:
+    layout, kernel = layout_of(), Kernel(device)
+    pieces = Pieces(num_slots=32, slot_bytes=layout.slot_bytes, slots_per_piece=16)
+    size = pieces.size_bytes(0)
+    assert size % mmap.PAGESIZE == 0
+    memory = np.frombuffer(mmap.mmap(-1, 2 * size), np.uint8)
+    addresses = [memory.ctypes.data + n * size for n in range(2)]
+    for address in addresses:
+        device.driver.host_register(address, size)
+    cache = device.driver.device_alloc(layout.size_bytes)
+    mover = GpuMover(device, cache, addresses, launch=kernel)
+    copies = table(direction, layout, np.arange(48)[::-1][:32], np.arange(32), pieces)
+    mover.submit(direction, copies, "staged").wait()
+    assert sum(kernel.launches) == 6 * 32
+    mover.close()
+    kernel.close()
+    for address in addresses:
+        device.driver.host_unregister(address)
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_a_launch_that_fails_leaves_nothing_behind(
+    device: Device, direction: Direction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half way: what was begun comes to its end, later transfers are right, and all memory is given back."""
+    live: set[int] = set()
+    alloc, free = device.driver.device_alloc, device.driver.device_free
+    monkeypatch.setattr(device.driver, "device_alloc", lambda size: _noted(live, alloc(size)))
+    monkeypatch.setattr(device.driver, "device_free", lambda address: (live.discard(address), free(address)))
+    rig = Rig(device, layout_of(), 1e-3)
+    staging = rig.mover._staging[direction]
+    left = itertools.count()
+
+    def fails(half: Half, stream: int) -> None:
+        if next(left) == 1:
+            raise HardwareError("the launch failed")
+        rig.kernel(half, stream)
+
+    monkeypatch.setattr(staging, "_launch", fails)
+    with pytest.raises(HardwareError, match="the launch failed"):
+        rig.mover.submit(direction, rig.copies(direction), "staged")
+    while not rig.mover.is_idle(direction):
+        time.sleep(1e-3)
+    requests = [(direction, rig.copies(direction)) for _ in range(3)]
+    wanted = rig.expected(*requests)
+    for request in requests:
+        rig.mover.submit(*request, "staged").wait()
+    assert rig.is_like(wanted)
+    rig.close()
+    assert live == {rig.cache}
+
+
+def _noted(live: set[int], address: int) -> int:
+    live.add(address)
+    return address
+
+
 def test_a_late_launch_catches_up_with_all_that_has_arrived(device: Device) -> None:
     rig = Rig(device, layout_of(), 4e-3)
     rig.mover.submit("fetch", rig.copies(Direction.FETCH, 40), "staged").wait()
@@ -268,6 +363,26 @@ def test_auto_stages_what_the_kernel_can_move(device: Device) -> None:
             assert rig.is_like(wanted)
         mover.close()
         rig.close()
+
+
+@pytest.mark.parametrize("why", ["the cache begins at an odd place", "nothing is strided on one side only", "no words"])
+def test_auto_leaves_out_what_can_not_be_staged(device: Device, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(device, layout_of(blocks=49))
+    blocks = np.arange(40) if "strided" in why else np.arange(0, 40, 2)
+    copies = table("fetch", rig.layout, blocks, np.arange(len(blocks)), rig.pieces)
+    base = rig.cache + 8 if "odd" in why else rig.cache
+    if why == "no words":
+        monkeypatch.setattr(device, "caps", dataclasses.replace(device.caps, stream_gates=False))
+    mover = GpuMover(device, base, [p.address for p in rig.parts], costs=staged_is_fast(), launch=rig.kernel)
+    transfer = mover.submit("fetch", copies, "auto")
+    transfer.wait()
+    assert transfer.choice.path is Path.DMA_2D
+    assert not mover._staging  # no memory was taken for it
+    if why == "no words":
+        with pytest.raises(NotSupported, match="needs streams that can wait for words in memory"):
+            mover.submit("fetch", copies, "staged")
+    mover.close()
+    rig.close()
 
 
 def test_auto_goes_on_without_staging_memory(

@@ -108,21 +108,22 @@ def choose(
     """The path of the least estimated time.
 
     Args:
-        beside: does computation run at the same time?
+        beside: does computation run at the same time? Where nothing was measured so, the other figures serve.
         paths: those that can run here.
     """
-    times = {
-        path: costs.samples[direction, beside, path].time_us(shape)
-        for path in CANDIDATES
-        if path in paths and (direction, beside, path) in costs.samples
-    }
-    if not times:
-        return Choice(path=Path.DMA_2D, entries_per_call=costs.entries_per_call, reason="no other path was measured")
-    best = min(times, key=lambda path: times[path])
-    shown = ", ".join(f"{path} {time_us:.0f} us" for path, time_us in times.items())
-    where = "beside computation" if beside else "on an idle GPU"
-    reason = f"estimated {where}: {shown} ({costs.source})"
-    return Choice(path=best, entries_per_call=costs.entries_per_call, reason=reason)
+    for state in (beside, not beside):  # what was measured in the other state is better than nothing
+        times = {
+            path: costs.samples[direction, state, path].time_us(shape)
+            for path in CANDIDATES
+            if path in paths and (direction, state, path) in costs.samples
+        }
+        if times:
+            best = min(times, key=lambda path: times[path])
+            shown = ", ".join(f"{path} {time_us:.0f} us" for path, time_us in times.items())
+            where = "beside computation" if state else "on an idle GPU"
+            reason = f"estimated {where}: {shown} ({costs.source})"
+            return Choice(path=best, entries_per_call=costs.entries_per_call, reason=reason)
+    return Choice(path=Path.DMA_2D, entries_per_call=costs.entries_per_call, reason="no other path was measured")
 
 
 def is_aligned(table: Table) -> bool:

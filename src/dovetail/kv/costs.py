@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 from pathlib import Path as File
 from typing import Any
 
@@ -18,15 +19,26 @@ from dovetail.kv.planner import Direction
 from dovetail.measure import machine
 from dovetail.profile import current as current_profile
 
+logger = logging.getLogger(__name__)
 SECTION = "kv"
 STATES = {"idle": False, "beside": True}
 
 
 def current(backend: str = "cuda") -> Costs:
-    """The costs in force: of this machine's profile (`dovetail tune --only kv` puts them there), else shipped ones."""
+    """The costs in force: of this machine's profile (`dovetail tune --only kv` puts them there), else shipped ones.
+
+    A section that is not understood is named in a warning and ignored, as profiles are.
+    """
     profile, _ = current_profile(machine.profile_key())
-    section = profile.sections.get(SECTION, {}).get(backend)
-    return parse(section, f"profile of {profile.date}") if section else shipped()
+    every = profile.sections.get(SECTION)
+    section = every.get(backend) if isinstance(every, dict) else every
+    if not section:
+        return shipped()
+    try:
+        return parse(section, f"profile of {profile.date}")
+    except ValueError as error:
+        logger.warning("%s; until then: %s", error, shipped().source)
+        return shipped()
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.driver import SourceOrder
 from dovetail.kv import costs as measured
 from dovetail.kv import staging
-from dovetail.kv.choose import CANDIDATES, Choice, Costs, Path, Shape, choose, is_aligned
+from dovetail.kv.choose import CANDIDATES, VECTOR_BYTES, Choice, Costs, Path, Shape, choose, is_aligned
 from dovetail.kv.planner import Direction, Table
 from dovetail.kv.staging import Launch, Staging
 
@@ -110,7 +110,7 @@ class GpuMover:
 
         Raises:
             ValueError: an unknown path, or the mover is closed.
-            NotSupported: the driver has no batched copies, or the path kernel can't move these rows.
+            NotSupported: the driver has no batched copies, or a kernel can't move these rows (`kernel`, `staged`).
             HardwareError: the driver refused; some copies may be under way, until `is_idle`.
         """
         direction, path = Direction(direction), Path(path)
@@ -125,6 +125,8 @@ class GpuMover:
         stream = self._streams[direction][0]
         for other in after:
             self._order(other, stream)
+        if choice.path is not Path.STAGED:
+            self._behind_last(direction, stream)
         held: list[Any] = []
         last = stream  # where the last byte is
         match choice.path:
@@ -140,11 +142,15 @@ class GpuMover:
                 last = self._staged(direction, table, stream)
             case _:
                 raise ValueError(f"a cache in a GPU's memory can't be reached by the path {path}")
-        if before := self._last.get(direction):  # a transfer is over after those before it, whatever their streams
-            before.join(last)
+        self._behind_last(direction, last)  # a transfer is over after those before it, whatever their streams
         made = self._last[direction] = GpuTransfer(self._device, last, direction, choice, table.size_bytes, held)
         self._tables = [t for t in self._tables if not t.is_over()] + ([made] if held else [])
         return made
+
+    def _behind_last(self, direction: Direction, stream: int) -> None:
+        """What the stream is given comes after the transfer before: its kernel may still write the same blocks."""
+        if before := self._last.get(direction):
+            before.join(stream)
 
     def _known(self) -> Costs:
         if self._costs is None:
@@ -159,7 +165,7 @@ class GpuMover:
         choice = self._choices[key]
         if choice.path is not Path.STAGED:
             return choice
-        if not is_aligned(table):
+        if self._cache % VECTOR_BYTES or not is_aligned(table) or not _is_staged(table, staging.CHUNK_BYTES).any():
             return choose(*key[:2], self._known(), beside=beside, paths=self._can() - {Path.STAGED})
         try:
             self._through(direction)
@@ -172,7 +178,8 @@ class GpuMover:
     def _can(self) -> set[Path]:
         """The paths that `auto` may take here."""
         paths = self._paths if self._device.caps.batched_copy else self._paths - {Path.DMA_BATCH}
-        return paths if self._launch or staging.has_kernel() else paths - {Path.STAGED}
+        staged = self._device.caps.stream_gates and (self._launch or staging.has_kernel())
+        return paths if staged else paths - {Path.STAGED}
 
     def is_idle(self, direction: Direction | str) -> bool:
         """True if nothing is under way in this direction."""
@@ -219,14 +226,16 @@ class GpuMover:
     def _staged(self, direction: Direction, table: Table, stream: int) -> int:
         """Rows through staging memory, all else directly; returns the stream that ends last."""
         through = self._through(direction)
-        fits = (table.rows > 1) & (table.host_pitch == table.width) & (table.width * 2 <= through.chunk_bytes)
+        fits = _is_staged(table, through.chunk_bytes)
         if not fits.all():
+            self._behind_last(direction, stream)
             self._strided(direction, table.where(~fits), stream)
             table = table.where(fits)
         last = stream
         for mine in table.split(through.chunk_bytes).by_shape():
             device, host = self._cache + mine.device, self._pieces[mine.piece] + mine.host
-            last = through.run(device, mine.device_pitch, host, int(mine.rows[0]), int(mine.width[0]), stream)
+            shape = int(mine.rows[0]), int(mine.width[0])
+            last = through.run(device, mine.device_pitch, host, mine.piece, *shape, stream)
         return last
 
     def _batched(self, direction: Direction, table: Table, stream: int, entries: int) -> None:
@@ -263,7 +272,7 @@ class GpuMover:
         if self._closed:
             return
         self._closed = True
-        for transfer in self._tables:
+        for transfer in [*self._tables, *self._last.values()]:
             transfer.is_over()
         for through in self._staging.values():
             through.close(timeout_s)
@@ -275,6 +284,12 @@ class GpuMover:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _is_staged(table: Table, chunk_bytes: int) -> NDArray[np.bool_]:
+    """Which copies gain by staging: those of rows that are contiguous on the host only, several to a chunk."""
+    found: NDArray[np.bool_] = (table.rows > 1) & (table.host_pitch == table.width) & (table.width * 2 <= chunk_bytes)
+    return found
 
 
 class GpuTransfer:

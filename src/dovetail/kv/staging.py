@@ -12,6 +12,7 @@ and says by a word in memory, not by its end, which chunks are done with. Copies
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import time
@@ -82,23 +83,34 @@ class Staging:
     ) -> None:
         if chunk_bytes % VECTOR_BYTES or chunk_bytes < VECTOR_BYTES or num_chunks < 2:
             raise ValueError(f"staging needs 2 chunks of whole {VECTOR_BYTES} bytes, not {num_chunks} of {chunk_bytes}")
+        if not device.caps.stream_gates:
+            raise NotSupported("the path staged needs streams that can wait for words in memory; use dma-2d")
         self.chunk_bytes, self.num_chunks = chunk_bytes, num_chunks
         self._device, self._driver, self._direction = device, device.driver, direction
         self._launch = launch or _triton(device)
         self.programs = _PER_MULTIPROCESSOR * self._driver.num_multiprocessors(device.index)
-        self._memory = self._driver.device_alloc(chunk_bytes * num_chunks)  # first: it may be refused
-        self._kernels = self._driver.stream_create(priority=min(self._driver.stream_priorities()))
-        self._ends = self._driver.stream_create()
+        with contextlib.ExitStack() as made:  # what was made goes again if the rest is refused
+            self._memory = self._driver.device_alloc(chunk_bytes * num_chunks)
+            made.callback(self._driver.device_free, self._memory)
+            self._kernels = self._driver.stream_create(priority=min(self._driver.stream_priorities()))
+            made.callback(self._driver.stream_destroy, self._kernels)
+            self._ends = self._driver.stream_create()
+            made.callback(self._driver.stream_destroy, self._ends)
+            self._events = [device.take_event() for _ in range(num_chunks)]  # by place: behind its copies
+            self._made = made.pop_all()
         self._emptied: dict[int, tuple[_Table, int]] = {}  # of a fetch, by place: the word that says so, and its table
-        self._events = [device.take_event() for _ in range(num_chunks)]  # by place: behind its copies
         self._tables: list[_Table] = []
+        self._lost: list[_Table] = []  # of runs that failed half way: nobody can tell when they are free
 
-    def run(self, device: Ints, pitch: Ints, host: Ints, num_rows: int, row_bytes: int, stream: int) -> int:
+    def run(
+        self, device: Ints, pitch: Ints, host: Ints, piece: Ints, num_rows: int, row_bytes: int, stream: int
+    ) -> int:
         """Puts copies of `num_rows` rows each, contiguous on the host, into `stream` and into its own.
 
         Args:
             device: addresses in the cache, `pitch` apart from row to row.
             host: addresses in pinned memory.
+            piece: the registration that each of those is in: one copy may not reach into two, even if they adjoin.
             stream: for the engine's half.
 
         Returns:
@@ -112,29 +124,34 @@ class Staging:
         fetch = self._direction is Direction.FETCH
         per_chunk = self._per_chunk(len(device), size)
         firsts = range(0, len(device), per_chunk)
-        table = self._table(device, pitch, len(firsts), stream)
+        table = self._table(device, pitch, len(firsts))
         half = Half(
             direction=self._direction, words=table.there, staging=self._memory, num_copies=len(device),
             num_rows=num_rows, row_bytes=row_bytes, per_chunk=per_chunk, chunk_bytes=self.chunk_bytes,
             num_chunks=self.num_chunks, programs=self.programs,
         )  # fmt: skip
-        self._order(stream, self._kernels)  # a launch of a store may fill all chunks: all are empty by then
-        parts = [host[first : first + per_chunk] for first in firsts]
-        if fetch:
-            self._fetch(half, parts, table, stream)
-        else:
-            for n, part in enumerate(parts):
-                self._store(half, n, part, stream)
-        return self._end(table, half, len(firsts), stream)
+        places = np.stack([host, piece])
+        parts = [places[:, first : first + per_chunk] for first in firsts]
+        try:
+            self._driver.copy(table.there, table.here.address, table.size_bytes, stream)
+            self._order(stream, self._kernels)  # a launch of a store may fill all chunks: all are empty by then
+            if fetch:
+                self._fetch(half, parts, table, stream)
+            else:
+                for n, part in enumerate(parts):
+                    self._store(half, n, part, stream)
+            return self._end(table, half, len(firsts), stream)
+        except BaseException:
+            self._lost.append(table)
+            raise
 
-    def _table(self, device: Ints, pitch: Ints, num_chunks: int, stream: int) -> _Table:
-        """What the kernel reads and counts, sent there."""
+    def _table(self, device: Ints, pitch: Ints, num_chunks: int) -> _Table:
+        """What the kernel reads and counts."""
         ready = 0 if self._direction is Direction.FETCH else self.num_chunks
         programs = np.arange(self.programs)
         numbers = np.concatenate([[ready], programs, 0 * programs, device, pitch, np.zeros(num_chunks, np.int64)])
         table = self._take(len(numbers))
         table.fill(numbers)
-        self._driver.copy(table.there, table.here.address, table.size_bytes, stream)
         return table
 
     def _end(self, table: _Table, half: Half, num_chunks: int, stream: int) -> int:
@@ -188,11 +205,13 @@ class Staging:
         self._driver.event_record(self._events[place], stream)
 
     def _contiguous(self, chunk: int, host: Ints, size: int) -> list[tuple[int, int, int]]:
-        """(address in the chunk, host address, bytes), neighbours on the host as one."""
-        first = np.flatnonzero(np.append(True, np.diff(host) != size))
-        count = np.diff(np.append(first, len(host)))
+        """(address in the chunk, host address, bytes), neighbours in a piece as one; `host`: addresses and pieces."""
+        address, piece = host
+        apart = (np.diff(address) != size) | (np.diff(piece) != 0)
+        first = np.flatnonzero(np.append(True, apart))
+        count = np.diff(np.append(first, len(address)))
         staged = self._memory + chunk * self.chunk_bytes + first * size
-        return list(zip(staged.tolist(), host[first].tolist(), (count * size).tolist(), strict=True))
+        return list(zip(staged.tolist(), address[first].tolist(), (count * size).tolist(), strict=True))
 
     def _words(self, kind: int, address: int, value: int, stream: int) -> None:
         self._driver.stream_words(np.array([(kind, address, value)], WORD), stream)
@@ -224,14 +243,12 @@ class Staging:
             if time.monotonic() > deadline:
                 raise Timeout(f"staged copies were under way for {timeout_s:g} s; their memory is kept")
             time.sleep(_PAUSE_S)
-        for table in self._tables:
+        for table in [*self._tables, *self._lost]:
             table.close()
         for event in self._events:
             self._device.give_event(event)
-        for stream in (self._kernels, self._ends):
-            self._driver.stream_destroy(stream)
-        self._driver.device_free(self._memory)
-        self._tables, self._events, self._emptied = [], [], {}
+        self._made.close()
+        self._tables, self._lost, self._events, self._emptied = [], [], [], {}
 
 
 class _Table:
@@ -239,8 +256,12 @@ class _Table:
 
     def __init__(self, device: Device, num_words: int) -> None:
         self.num_words = 1 << (num_words - 1).bit_length()
-        self.here = Pinned(device.driver, self.num_words * _WORD_BYTES)
         self.there = device.driver.device_alloc(self.num_words * _WORD_BYTES)
+        try:
+            self.here = Pinned(device.driver, self.num_words * _WORD_BYTES)
+        except BaseException:
+            device.driver.device_free(self.there)
+            raise
         self.ends = device.take_event(), device.take_event()  #: when nobody uses it any more
         self.size_bytes = 0
         self._device = device
@@ -280,7 +301,7 @@ def _triton(device: Device) -> Launch:
 
     def launch(half: Half, stream: int) -> None:
         if stream not in streams:
-            streams[stream] = cuda.ExternalStream(stream)
+            streams[stream] = cuda.ExternalStream(stream, device=device.index)
         block = min(1 << (half.row_bytes // _WORD_BYTES - 1).bit_length(), _MOST_WORDS)
         with cuda.device(device.index), cuda.stream(streams[stream]):
             staged_kernel[(half.programs,)](

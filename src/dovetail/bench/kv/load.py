@@ -63,12 +63,15 @@ class Load:
     def beside(self, once: Callable[[], Times], about_us: float) -> tuple[list[Times], float]:
         """Transfers, each as (submitted, landed) in microseconds, and the share of its speed that computation kept.
 
+        Args:
+            about_us: what a transfer takes on an idle GPU.
+
         Raises:
-            HardwareError: no transfer ended inside the longest window.
+            HardwareError: no transfer ended inside the longest window, or the last one always came too late.
         """
-        window_us = max(_LEAST_US, _TRANSFERS * about_us)
+        window_us, over_us = max(_LEAST_US, _TRANSFERS * about_us), 2 * about_us
         for _ in range(_RETRIES):
-            marks, around, inside = self._issue(window_us, about_us)
+            marks, around, inside = self._issue(window_us, over_us)
             marks[1].synchronize()
             found = []
             while True:
@@ -76,21 +79,20 @@ class Load:
                 if marks[2].query():
                     break
                 found.append(taken)
+            late = marks[3].query()  # the last one reached into what should be computation alone
             marks[4].synchronize()
-            if found:
+            if found and not late:
                 before, within, _, behind = (float(a.elapsed_time(b)) for a, b in itertools.pairwise(marks))
                 return found, (before + behind) / (2 * around) / (within / inside)
-            window_us *= 3
-        raise HardwareError(f"no transfer ended beside {window_us / 1e3:.0f} ms of {self.name}")
+            window_us, over_us = window_us if found else 3 * window_us, max(over_us, 2 * taken[1])
+        raise HardwareError(f"transfers did not end in time beside {window_us / 1e3:.0f} ms of {self.name}")
 
-    def _issue(self, window_us: float, about_us: float) -> tuple[list[Any], int, int]:
+    def _issue(self, window_us: float, over_us: float) -> tuple[list[Any], int, int]:
         """Warming up, alone, with transfers, until the last of them is over, alone; marks before, between and after."""
         around, inside = (math.ceil(us / self._one_us) for us in (_AROUND_US, window_us))
         marks = self._marks(5)
         self._compute(around)
-        for mark, number in zip(
-            marks, (around, inside, math.ceil(2 * about_us / self._one_us), around, 0), strict=True
-        ):
+        for mark, number in zip(marks, (around, inside, math.ceil(over_us / self._one_us), around, 0), strict=True):
             mark.record(self._stream)
             self._compute(number)
         return marks, around, inside
