@@ -13,6 +13,7 @@ from dovetail.bench import kv
 from dovetail.bench.kv import tune
 from dovetail.bench.kv.load import Load
 from dovetail.hw.gpu import driver
+from dovetail.hw.gpu.cuda import CudaDriver
 from dovetail.kv import costs
 from dovetail.kv.choose import Costs, Samples, Shape, choose
 from dovetail.kv.choose import Path as Form
@@ -116,6 +117,10 @@ def test_what_does_not_fit_is_named() -> None:
         ("bench kv --beside lunch", "--beside: 'lunch' is not one of idle, gemm, decode"),
         ("bench kv --beside gemm", "--beside gemm needs --backend cuda"),
         ("tune --only kv", "--only kv needs --backend cuda"),
+        ("tune --only kv --backend cuda --ranks 4", "--ranks is for --only coll"),
+        ("tune --cache 4G", "--cache is for --only kv"),
+        ("bench kv --iters 0", "--iters: 0 must be at least 1"),
+        ("bench kv --cache 1M", "nothing was measured: --cache is too small for --tokens"),
         ("tune --only coll,kv", "--only: measure kv by itself"),
         ("bench kv --outermost row", "--outermost: 'row' must be layer or block"),
         ("bench kv --ranks 4", "--ranks is for collectives"),
@@ -144,7 +149,8 @@ def test_tuning_on_a_stand_in_driver(
     shown = capsys.readouterr()
     assert "fetch idle, rows of 4K: " in shown.out
     assert "too few to measure with" in shown.err
-    found = costs.current()
+    found = costs.current("cuda", CudaDriver(build("cuda")).device_name(0))
+    assert costs.current("cuda", "another GPU") == costs.shipped()
     assert set(found.samples) == {(d, False, p) for d in Direction for p in (Form.DMA_2D, Form.DMA_BATCH)}
     assert found.source.startswith("profile of ")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -335,6 +336,8 @@ def test_nothing_comes_beside_the_copies_of_a_transfer_that_failed(
             patch.setattr(kept.carrier.mover, "is_idle", lambda direction: False)
             with pytest.raises(HardwareError, match=f"a {direction} failed half way, and some of its copies are under"):
                 transfer()
+        while not kept.carrier.mover.is_idle(direction):  # what had been begun when it failed
+            time.sleep(1e-3)
         transfer()
         assert same(kept.read(0), items[0])
         with kept.fetch(1) as other:

@@ -65,6 +65,8 @@ def bench(backend: str, asked: Asked, bounds: Bounds, json: Path | None) -> None
     _show(spec, rows)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
+    if not rows:
+        raise ValueError("nothing was measured: --cache is too small for --tokens")
     for line in kv.lines(rows):
         print(line)
     if json is not None:
@@ -88,10 +90,10 @@ def tune(backend: str, cache_bytes: int, budget_s: float, force: bool, json: Pat
         try:
             loads = ("idle", tuning.BESIDE) if session.has_torch else ("idle",)
             rows = tuning.rows(place, cache_bytes, budget_s, loads, progress)
-            facts = session.facts()
+            facts, name = session.facts(), session.device.name
         finally:
             place.close()
-    found = tuning.found_in(rows, "this run")
+    found = tuning.found_in(rows, "this run", name)
     saved = tuning.save(found, backend)
     for line in tuning.lines(found):
         print(line)
@@ -105,11 +107,15 @@ def tune(backend: str, cache_bytes: int, budget_s: float, force: bool, json: Pat
 
 def _spec(asked: Asked, backend: str, known: tuple[str, ...]) -> Spec:
     from dovetail.bench.kv import Spec
+    from dovetail.cli.bench import words
     from dovetail.kv.models import MODELS, model
 
+    if asked.rounds is not None and asked.rounds < 1:
+        raise ValueError(f"--iters: {asked.rounds} must be at least 1")
+
     named = asked.layout or "llama-70b-tp4"
-    names = list(MODELS) if named == _ALL else named.split(",")
-    paths = known if asked.path in (None, _ALL) else tuple(asked.path.split(","))
+    names = list(MODELS) if named == _ALL else words(named)
+    paths = known if asked.path in (None, _ALL) else words(asked.path)
     for path in paths:
         if path not in known:
             raise ValueError(f"--path: {path!r} is not one of {', '.join(known)}, which {backend} has")
@@ -133,11 +139,6 @@ def _spec(asked: Asked, backend: str, known: tuple[str, ...]) -> Spec:
 def _named(row: dict[str, Any]) -> str:
     """A path; of auto also what it took."""
     return f"auto: {row['chosen']}" if row["path"] == "auto" and row["chosen"] else str(row["path"])
-
-
-def words(text: str) -> tuple[str, ...]:
-    """Words between commas."""
-    return tuple(word.strip() for word in text.split(","))
 
 
 def _show(spec: Spec, rows: list[dict[str, Any]]) -> None:

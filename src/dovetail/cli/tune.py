@@ -39,12 +39,12 @@ def register(app: typer.Typer) -> None:
 def tune(
     only: Annotated[str, typer.Option(help=f"Sections of the profile, out of {', '.join(_SECTIONS)}.")] = "coll",
     backend: Annotated[str, typer.Option(help="cpu, or cuda: tensors on GPUs, shared by ranks beyond them.")] = CPU,
-    budget: Annotated[str, typer.Option(help="Time for everything, such as 60s or 2m.")] = "60s",
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks to measure.")] = "2,4",
-    begin: Annotated[str, typer.Option("--begin", "-b", help="Smallest size.")] = "1K",
-    end: Annotated[str, typer.Option("--end", "-e", help="Largest size.")] = "16M",
-    factor: Annotated[float, typer.Option("--factor", "-f", help="From one size to the next.")] = 4,
-    cache: Annotated[str, typer.Option(help="kv: size of the cache that is measured with.")] = "16G",
+    budget: Annotated[str, typer.Option(help="Time for everything, such as 60s or 2m; kv: from 2m on, more.")] = "60s",
+    ranks: Annotated[str | None, typer.Option(help="coll: numbers of ranks to measure: 2,4.")] = None,
+    begin: Annotated[str | None, typer.Option("--begin", "-b", help="coll: smallest size: 1K.")] = None,
+    end: Annotated[str | None, typer.Option("--end", "-e", help="coll: largest size: 16M.")] = None,
+    factor: Annotated[float | None, typer.Option("--factor", "-f", help="coll: from one size to the next: 4.")] = None,
+    cache: Annotated[str | None, typer.Option(help="kv: size of the cache that is measured with: 16G.")] = None,
     force: Annotated[bool, typer.Option("--force", help="cuda: measure although others use the GPU.")] = False,
     json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write a record to FILE.")] = None,
 ) -> None:
@@ -55,7 +55,7 @@ def tune(
 
     The profile goes to ~/.cache/dovetail/ or DOVETAIL_PROFILE; figures in it for other numbers of ranks and for the
     other backend are kept, and so is all else in it. A variant with a wrong result is never chosen. Exit 1 if there was
-    one. On a GPU `auto` uses the figures where the self-test has passed (dovetail doctor --selftest).
+    one. On a GPU the collectives' `auto` uses the figures where the self-test has passed (dovetail doctor --selftest).
     """
     one_of("backend", backend, BACKENDS)
     if force and backend == CPU:
@@ -66,12 +66,14 @@ def tune(
     if "kv" in words(only):
         if only != "kv":
             raise ValueError("--only: measure kv by itself")
+        refuse({"ranks": ranks, "begin": begin, "end": end, "factor": factor}, "--only coll")
         from dovetail.cli import _kv
 
-        _kv.tune(backend, parse_bytes(cache), parse_seconds(budget), force, json)
+        _kv.tune(backend, parse_bytes(cache or "16G"), parse_seconds(budget), force, json)
         return
-    numbers = _numbers(ranks)
-    sizes = geometric(begin, end, factor)
+    refuse({"cache": cache}, "--only kv")
+    numbers = _numbers(ranks or "2,4")
+    sizes = geometric(begin or "1K", end or "16M", factor or 4)
     budget_s = parse_seconds(budget)
     from dovetail.bench import placement
     from dovetail.bench import tune as tuning
@@ -90,6 +92,13 @@ def tune(
     if not outcome.correct:
         print("a result was WRONG; that variant is not in the profile", file=sys.stderr)
         raise typer.Exit(1)
+
+
+def refuse(given: dict[str, object], where: str) -> None:
+    """Raises ValueError for an option that means nothing here."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"--{name} is for {where}")
 
 
 def _untested(backend: str) -> list[str]:

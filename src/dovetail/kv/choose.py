@@ -91,6 +91,7 @@ class Costs:
     samples: Mapping[Case, Samples]
     entries_per_call: int  #: of a batch
     source: str  #: whose figures these are, for `Choice.reason`
+    device: str = ""  #: the GPU's name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

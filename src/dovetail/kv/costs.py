@@ -1,9 +1,10 @@
 """What moving blocks costs: times of this machine's profile, or the shipped ones of an H200.
 
 Owns the section "kv" of a profile: for each backend, direction and state of the GPU, and for every path, what was
-measured, as [bytes of a row, bytes in all, microseconds]; and the entries of a batch:
+measured, as [bytes of a row, bytes in all, microseconds]; the GPU, and the entries of a batch:
 
-    {"kv": {"cuda": {"entries_per_call": 128, "fetch": {"idle": {"dma-2d": [[16384, 41943040, 1117.0]]}}}}}
+    {"kv": {"cuda": {"device": "NVIDIA H200", "entries_per_call": 128,
+                     "fetch": {"idle": {"dma-2d": [[16384, 41943040, 1117.0]]}}}}}
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ SECTION = "kv"
 STATES = {"idle": False, "beside": True}
 
 
-def current(backend: str = "cuda") -> Costs:
+def current(backend: str = "cuda", device: str = "") -> Costs:
     """The costs in force: of this machine's profile (`dovetail tune --only kv` puts them there), else shipped ones.
 
-    A section that is not understood is named in a warning and ignored, as profiles are.
+    A section of another GPU than `device` is ignored; so is one that is not understood, with a warning.
     """
     profile, _ = current_profile(machine.profile_key())
     every = profile.sections.get(SECTION)
     section = every.get(backend) if isinstance(every, dict) else every
-    if not section:
+    if not section or (isinstance(section, dict) and section.get("device", device) != device):
         return shipped()
     try:
         return parse(section, f"profile of {profile.date}")
@@ -56,16 +57,17 @@ def parse(section: Any, source: str) -> Costs:
             for state, beside in STATES.items():
                 for path, points in section.get(direction, {}).get(state, {}).items():
                     samples[direction, beside, Path(path)] = Samples(points)
-        entries = int(section["entries_per_call"])
+        entries, device = int(section["entries_per_call"]), str(section.get("device", ""))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         mend = "`dovetail tune --only kv` makes a new one"
         raise ValueError(f"section {SECTION!r} of the {source} is not understood ({error!r}); {mend}") from None
-    return Costs(samples=samples, entries_per_call=entries, source=source)
+    return Costs(samples=samples, entries_per_call=entries, source=source, device=device)
 
 
 def section(costs: Costs) -> dict[str, Any]:
     """The other way round."""
-    made: dict[str, Any] = {"entries_per_call": costs.entries_per_call}
+    made: dict[str, Any] = {"device": costs.device} if costs.device else {}
+    made["entries_per_call"] = costs.entries_per_call
     for (direction, beside, path), samples in costs.samples.items():
         state = "beside" if beside else "idle"
         made.setdefault(str(direction), {}).setdefault(state, {})[str(path)] = [list(p) for p in samples.points]

@@ -124,7 +124,7 @@ class GpuMover:
             choice = self._choice(direction, table, beside)
         stream = self._streams[direction][0]
         for other in after:
-            self._order(other, stream)
+            self._device.order(other, stream)
         if choice.path is not Path.STAGED:
             self._behind_last(direction, stream)
         held: list[Any] = []
@@ -154,7 +154,7 @@ class GpuMover:
 
     def _known(self) -> Costs:
         if self._costs is None:
-            self._costs = measured.current(self._driver.name)
+            self._costs = measured.current(self._driver.name, self._device.name)
         return self._costs
 
     def _choice(self, direction: Direction, table: Table, beside: bool) -> Choice:
@@ -168,7 +168,7 @@ class GpuMover:
         if self._cache % VECTOR_BYTES or not is_aligned(table) or not _is_staged(table, staging.CHUNK_BYTES).any():
             return choose(*key[:2], self._known(), beside=beside, paths=self._can() - {Path.STAGED})
         try:
-            self._through(direction)
+            self._through(direction).reserve(len(table) + 2 * table.size_bytes // staging.CHUNK_BYTES + 1)
         except HardwareError as error:
             logger.warning("auto leaves out the path staged from now on: %s", error)
             self._paths, self._choices = self._paths - {Path.STAGED}, {}
@@ -190,13 +190,6 @@ class GpuMover:
         copied = all(self._driver.stream_done(stream) for stream in self._streams[Direction(direction)])
         return copied and (through is None or through.is_idle())
 
-    def _order(self, first: int, then: int) -> None:
-        """What `then` is given from now on comes after what `first` was given."""
-        event = self._device.take_event()
-        self._driver.event_record(event, first)
-        self._driver.stream_wait_event(then, event)
-        self._device.give_event(event)
-
     def _sides(self, direction: Direction, device: Ints, piece: Ints, host: Ints) -> tuple[Ints, Ints]:
         """(destination, source) addresses."""
         there, here = self._cache + device, self._pieces[piece] + host
@@ -209,13 +202,13 @@ class GpuMover:
         columns = [column.tolist() for column in (dst, to, src, of, table.width, table.rows)]
         streams = self._streams[direction][: len(table)]
         for other in streams[1:]:
-            self._order(stream, other)
+            self._device.order(stream, other)
         copy = self._driver.copy_rows
         where = itertools.cycle(streams)
         for d, d_pitch, s, s_pitch, width, rows in zip(*columns, strict=True):
             copy(d, d_pitch, s, s_pitch, width, rows, next(where))
         for other in streams[1:]:
-            self._order(other, stream)
+            self._device.order(other, stream)
 
     def _through(self, direction: Direction) -> Staging:
         """Staging memory, made when it is first needed."""

@@ -134,7 +134,7 @@ class Staging:
         parts = [places[:, first : first + per_chunk] for first in firsts]
         try:
             self._driver.copy(table.there, table.here.address, table.size_bytes, stream)
-            self._order(stream, self._kernels)  # a launch of a store may fill all chunks: all are empty by then
+            self._device.order(stream, self._kernels)  # a launch of a store may fill all chunks: all are empty by then
             if fetch:
                 self._fetch(half, parts, table, stream)
             else:
@@ -157,7 +157,7 @@ class Staging:
     def _end(self, table: _Table, half: Half, num_chunks: int, stream: int) -> int:
         """The stream of the transfer's end. The table is free when nobody reads its words any more."""
         if self._direction is Direction.FETCH:
-            self._order(stream, self._ends)  # the table's own words must be there before one is waited for
+            self._device.order(stream, self._ends)  # the table's own words must be there before one is waited for
             self._words(WAIT, half.done(num_chunks - 1), self.programs, self._ends)
             self._driver.event_record(table.ends[0], self._ends)
         else:
@@ -216,13 +216,6 @@ class Staging:
     def _words(self, kind: int, address: int, value: int, stream: int) -> None:
         self._driver.stream_words(np.array([(kind, address, value)], WORD), stream)
 
-    def _order(self, first: int, then: int) -> None:
-        """What `then` is given from now on comes after what `first` was given."""
-        event = self._device.take_event()
-        self._driver.event_record(event, first)
-        self._driver.stream_wait_event(then, event)
-        self._device.give_event(event)
-
     def _take(self, num_words: int) -> _Table:
         """A table that nobody uses any more, or a new one."""
         for n, table in enumerate(self._tables):
@@ -231,6 +224,10 @@ class Staging:
                 self._emptied = {place: found for place, found in self._emptied.items() if found[0] is not table}
                 return self._tables.pop(n)
         return _Table(self._device, num_words)
+
+    def reserve(self, num_copies: int) -> None:
+        """Takes what a run of so many copies needs, so that it can't fail for want of memory."""
+        self._tables.append(self._take(1 + 2 * self.programs + 3 * num_copies))
 
     def is_idle(self) -> bool:
         """True if its streams have nothing left to do."""

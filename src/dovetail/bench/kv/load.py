@@ -19,14 +19,15 @@ from dovetail.errors import HardwareError
 Times = tuple[float, float]
 _LEAST_US = 40_000.0  # of the part with transfers
 _AROUND_US = 20_000.0  # before it and after it, and to get going
-_TRANSFERS = 3.5  # that fit into one
+_TRANSFERS = 2.5  # that fit into one
 _RETRIES = 4
 
 
 class Decode:
     """A product with few rows: all its time goes into reading weights, as when tokens are decoded."""
 
-    def __init__(self, tokens: int = 32, width: int = 8192, hidden: int = 28672) -> None:
+    def __init__(self, tokens: int = 32, width: int = 8192, hidden: int = 8 * 28672) -> None:
+        """About 1 ms on an H200: a stream takes some 1,000 launches, and a window needs to be longer than those."""
         import torch
 
         self._torch: Any = torch

@@ -30,7 +30,8 @@ def measure(spec: Spec, place: Place, progress: Progress | None = None) -> tuple
     for model in spec.models:
         for tokens in spec.tokens:
             if both * model.blocks(tokens) * model.block_bytes > spec.cache_bytes:
-                notes.append(f"{model.name}: {tokens} tokens do not fit into the cache")
+                twice = " twice, for both directions at once" if both == 2 else ""
+                notes.append(f"{model.name}: {tokens} tokens do not fit into the cache{twice}")
             else:
                 fitting.append((model, tokens))
     if not fitting:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,11 +13,13 @@ import numpy as np
 from dovetail.bench.kv.load import Load
 from dovetail.bench.kv.places import Bytes, Place
 from dovetail.bench.kv.spec import Row
+from dovetail.errors import HardwareError
 from dovetail.kv.layout import Layout
 from dovetail.kv.mover import Transfer
 from dovetail.kv.planner import Direction
 from dovetail.measure.stats import median
 
+logger = logging.getLogger(__name__)
 _POISON = 0xA5
 _SAMPLES = 64
 _TIMEOUT_S = 120.0
@@ -53,7 +56,7 @@ class Contender:
         transfers = [part.submit() for part in self.parts]
         submitted = time.perf_counter_ns()
         for transfer in transfers:
-            transfer.wait(_TIMEOUT_S)
+            _watch(transfer)
         ended = time.perf_counter_ns()
         self.choice = getattr(getattr(transfers[0], "choice", None), "path", None)
         return (submitted - began) / 1e3, (ended - began) / 1e3
@@ -66,15 +69,24 @@ class Contender:
 
     def row(self) -> Row:
         """Its part of a row; a contender whose bytes came changed has no time."""
-        time_us = round(median(self.times_us), 1) if self.right else None
+        measured = self.right and bool(self.times_us)
+        time_us = round(median(self.times_us), 1) if measured else None
         return {
             "size_bytes": self.size_bytes, "path": self.name, "chosen": self.choice and str(self.choice),
             "entries_per_call": self.entries, "copies": self.copies, "plan_us": round(self.plan_us, 1),
-            "submit_us": round(median(self.submits_us), 1) if self.right else None, "time_us": time_us,
+            "submit_us": round(median(self.submits_us), 1) if measured else None, "time_us": time_us,
             "bandwidth_gbps": self.size_bytes / time_us / 1e3 if time_us else None, "correct": self.right,
             "compute_kept": round(median(self.kept), 4) if self.kept and self.right else None,
             "iterations": len(self.times_us),
         }  # fmt: skip
+
+
+def _watch(transfer: Transfer) -> None:
+    """Waits without sleeping, which would round times up to its grain."""
+    deadline = time.monotonic() + _TIMEOUT_S
+    while not transfer.is_over():
+        if time.monotonic() > deadline:
+            transfer.wait(0)
 
 
 def race(contenders: Sequence[Contender], rounds: int, load: Load | None) -> None:
@@ -90,7 +102,11 @@ def race(contenders: Sequence[Contender], rounds: int, load: Load | None) -> Non
             if load is None:
                 found = [contender.once()]
             else:
-                found, kept = load.beside(contender.once, contender.times_us[0])
+                try:
+                    found, kept = load.beside(contender.once, contender.times_us[0])
+                except HardwareError as error:  # the others go on; this one has no time
+                    logger.warning("%s: %s", contender.name, error)
+                    continue
                 contender.kept.append(kept)
             contender.submits_us += [submit_us for submit_us, _ in found]
             contender.times_us += [time_us for _, time_us in found]

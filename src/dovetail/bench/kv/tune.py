@@ -60,14 +60,14 @@ def rows(place: Place, cache_bytes: int, budget_s: float, loads: Sequence[str], 
     return found
 
 
-def found_in(measured: Sequence[Row], source: str) -> Costs:
+def found_in(measured: Sequence[Row], source: str, device: str = "") -> Costs:
     """The times of every path in each direction and state; entries of a batch: those that were fastest on the whole."""
     entries = min(ENTRIES, key=functools.partial(_total, measured))
     samples: dict[Case, Samples] = {}
     for direction, beside, path in itertools.product(Direction, (False, True), CANDIDATES):
         if points := _points(measured, direction, beside, path, entries):
             samples[direction, beside, path] = Samples(points)
-    return Costs(samples=samples, entries_per_call=entries, source=source)
+    return Costs(samples=samples, entries_per_call=entries, source=source, device=device)
 
 
 def _points(

@@ -51,8 +51,12 @@ def cells(rows: Sequence[Row]) -> dict[tuple[object, ...], list[Row]]:
 def best(cell: Sequence[Row]) -> Row | None:
     """The fastest path of a cell; beside a computation, of those that leave it enough, if there are any."""
     paths = [row for row in cell if row["path"] not in (CONTIGUOUS, PLAIN, Path.AUTO)]
-    gentle = [row for row in paths if row["compute_kept"] is None or row["compute_kept"] >= KEPT]
+    gentle = [row for row in paths if _is_gentle(row)]
     return min(gentle or paths, key=lambda row: float(row["time_us"]), default=None)
+
+
+def _is_gentle(row: Row) -> bool:
+    return row["compute_kept"] is None or row["compute_kept"] >= KEPT
 
 
 def _auto(rows: Sequence[Row]) -> list[str]:
@@ -65,8 +69,11 @@ def _auto(rows: Sequence[Row]) -> list[str]:
             continue
         graded += 1
         behind = auto["time_us"] / first["time_us"]
+        where = f"  {key[0]}, {key[2]} tokens, {key[4]}, {key[5]}"
         if behind > NEAR:
-            far.append(f"  {key[0]}, {key[2]} tokens, {key[4]}, {key[5]}: {behind - 1:.0%} behind {first['path']}")
+            far.append(f"{where}: {behind - 1:.0%} behind {first['path']}")
+        elif not _is_gentle(auto) and _is_gentle(first):
+            far.append(f"{where}: leaves computation {auto['compute_kept']:.0%}, {first['path']} leaves enough")
     if graded:
         found.append(f"auto is within {NEAR - 1:.0%} of the best path in {graded - len(far)} of {graded} cells")
     return [*found, *far, *_beside(rows)]

@@ -188,6 +188,13 @@ class Device:
         """For the next run. Takes no lock: the garbage collector may come here from anywhere."""
         self._events.append(event)
 
+    def order(self, first: int, then: int) -> None:
+        """What the stream `then` is given from now on comes after what `first` was given."""
+        event = self.take_event()
+        self.driver.event_record(event, first)
+        self.driver.stream_wait_event(then, event)
+        self.give_event(event)
+
     def keep(self, thing: object) -> None:
         """Holds memory that a late peer, or a stream that did not drain, may still write, until it is closed."""
         self._kept.append(thing)

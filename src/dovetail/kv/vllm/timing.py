@@ -81,10 +81,7 @@ class GpuClock:
     def begin(self, direction: Direction) -> Sequence[int]:
         self._device.enter()
         stream = self._streams[direction]
-        caller = self._device.take_event()
-        self._driver.event_record(caller, self._current())
-        self._driver.stream_wait_event(stream, caller)
-        self._device.give_event(caller)
+        self._device.order(self._current(), stream)
         self._began[direction] = self._marked(stream)
         return (stream,)
 
