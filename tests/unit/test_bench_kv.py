@@ -112,7 +112,10 @@ def test_what_does_not_fit_is_named() -> None:
     ("words", "message"),
     [
         ("bench kv --layout llama", "layout must be one of llama-8b"),
-        ("bench kv --path dma-2d", "--path: 'dma-2d' is not one of cpu, which cpu has"),
+        ("bench kv --path dma-2d", "--path: 'dma-2d' is not one of cpu; others need --backend cuda"),
+        ("bench kv --variant pcpy", "--variant is for collectives"),
+        ("bench kv --dtype float16", "--dtype is for collectives"),
+        ("bench kv --json /", "is a directory"),
         ("bench kv --direction up", "--direction: 'up' is not one of fetch, store, both"),
         ("bench kv --beside lunch", "--beside: 'lunch' is not one of idle, gemm, decode"),
         ("bench kv --beside gemm", "--beside gemm needs --backend cuda"),

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from dovetail import profile
-from dovetail.bench.tune import points, section, winners
+from dovetail.bench.tune import points, save, section, winners
 from dovetail.cli.tune import parse_seconds
+from dovetail.measure import machine
 from dovetail.sim import tables
 
 
@@ -37,6 +38,29 @@ def test_section_joins_neighbours_and_ends_open() -> None:
     assert table == {
         "cpu": {"all_gather": {"2": [[16384, "b2b", 3.0], [None, "pcpy", 9.0]], "4": [[None, "torch", 5.0]]}}
     }
+
+
+def test_beyond_what_was_measured_the_shipped_default_serves() -> None:
+    table = section(winners(ROWS), up_to=1 << 24)["cpu"]["all_gather"]
+    shipped = profile.choose("all_gather", 2, 65537).variant
+    assert table["2"] == [[16384, "b2b", 3.0], [65536, "pcpy", 9.0], [None, shipped]]
+    assert table["4"][0] == [1024, "torch", 5.0]
+
+
+def test_a_shorter_run_does_not_replace_a_longer_one(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 2 ranks three sizes are known; a run that got to one of them leaves those, and adds what is new."""
+    monkeypatch.setenv("DOVETAIL_PROFILE", str(tmp_path / "p.json"))
+    two = [found for found in ROWS if found["ranks"] == 2]
+    _, notes = save(winners(two), two)
+    assert not notes
+    short = [row(1024, "torch", 1.0), row(1024, "pcpy", 2.0), row(1024, "torch", 5.0, ranks=4)]
+    path, notes = save(winners(short), short)
+    assert notes == ["all_gather, 2 ranks: the profile keeps its 3 sizes; this run has 1"]
+    loaded, _ = profile.load(path, machine.profile_key([2, 4]))
+    assert profile.choose("all_gather", 2, 1024, profile=loaded).variant == "b2b"
+    assert profile.choose("all_gather", 4, 1024, profile=loaded).variant == "torch"
+    only = [row(1024, "torch", 1.0)]
+    assert save(winners(only), only) == (path, notes)  # nothing better: the file stays
 
 
 def test_section_is_what_a_profile_takes(tmp_path: Any) -> None:

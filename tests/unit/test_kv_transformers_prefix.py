@@ -195,3 +195,16 @@ def test_arguments_that_make_no_sense() -> None:
         PrefixStore(blocks, pool_bytes=1 << 20, layers=0)
     with PrefixStore(blocks, pool_bytes=1 << 20) as store, pytest.raises(ValueError, match="of its own memory"):
         store.keep(PagedCache(memory()), IDS)
+
+
+def test_only_a_cache_that_is_open_and_has_these_tokens_is_kept() -> None:
+    """Blocks of a closed cache are somebody else's by now; tokens of another prompt would be found by it later."""
+    with PrefixStore(memory(), pool_bytes=1 << 20) as store:
+        cache = store.begin(IDS, room=8)
+        said = generate(MODEL, IDS, cache).sequences
+        with pytest.raises(ValueError, match="it was begun with another prompt"):
+            store.keep(cache, torch.zeros_like(said))
+        cache.close()
+        with pytest.raises(ValueError, match="the cache is closed, others have its blocks"):
+            store.keep(cache, said)
+        assert store.kept.stats().stored == 0

@@ -85,15 +85,32 @@ def measure(
     return runner.Outcome(rows=rows, notes=notes, gpu=gpu)
 
 
-def save(found: Sequence[Winner], rows: Iterable[Row], backend: str = CPU) -> Path:
-    """Write the profile of this machine; what it has for other numbers of ranks and backends stays in it."""
+def save(found: Sequence[Winner], rows: Sequence[Row], backend: str = CPU, up_to: int = 0) -> tuple[Path, list[str]]:
+    """Write the profile of this machine; returns its file, and lines about what stays as it was.
+
+    What it has for other numbers of ranks and backends stays in it, and so does a table that was made of more sizes
+    than this run has got to. `up_to` is the largest size that was asked for: where less was measured, the shipped
+    default serves beyond.
+    """
     if not found:
         raise DovetailError("nothing was measured within the budget; give more time")
-    ranks = {winner.ranks for winner in found}
-    sections = {"coll": section(found, backend), "points": points(rows, backend)}
-    new = profile.Profile(key=machine.profile_key(ranks), sections=sections)
     old, _ = profile.load(env.profile_path(), machine.profile_key())
-    return profile.save(old.merged(new) if old else new)
+    before = old.sections.get("points", {}).get(backend, {}) if old else {}
+    better, notes = [], []
+    for name, number in dict.fromkeys((winner.collective, winner.ranks) for winner in found):
+        mine = [winner for winner in found if (winner.collective, winner.ranks) == (name, number)]
+        known = {point[0] for point in before.get(name, {}).get(str(number), ())}
+        if len(mine) < len(known):
+            notes.append(f"{name}, {number} ranks: the profile keeps its {len(known)} sizes; this run has {len(mine)}")
+        else:
+            better += mine
+    if not better:
+        return env.profile_path(), notes
+    kept = {(winner.collective, winner.ranks) for winner in better}
+    fresh = points([row for row in rows if (row["collective"], row["ranks"]) in kept], backend)
+    sections = {"coll": section(better, backend, up_to), "points": fresh}
+    new = profile.Profile(key=machine.profile_key({number for _, number in kept}), sections=sections)
+    return profile.save(old.merged(new) if old else new), notes
 
 
 def winners(rows: Iterable[Row], backend: str = CPU) -> list[Winner]:
@@ -119,14 +136,23 @@ def winners(rows: Iterable[Row], backend: str = CPU) -> list[Winner]:
     return found
 
 
-def section(found: Sequence[Winner], backend: str = CPU) -> dict[str, Any]:
-    """The section "coll": backend, collective, ranks -> rows ``[max_bytes or null, variant, time_us]``."""
+def section(found: Sequence[Winner], backend: str = CPU, up_to: int = 0) -> dict[str, Any]:
+    """The section "coll": backend, collective, ranks -> rows ``[max_bytes or null, variant, time_us]``.
+
+    Where the largest measured size is below `up_to`, the shipped default's variant serves beyond it.
+    """
     table: dict[str, dict[str, list[list[Any]]]] = {}
     for winner in found:
         table.setdefault(winner.collective, {}).setdefault(str(winner.ranks), [])
     for collective, by_ranks in table.items():
         for ranks in by_ranks:
-            by_ranks[ranks] = _ranges([w for w in found if w.collective == collective and str(w.ranks) == ranks])
+            mine = [w for w in found if w.collective == collective and str(w.ranks) == ranks]
+            by_ranks[ranks] = _ranges(mine)
+            largest = max(w.size_bytes for w in mine)
+            if largest < up_to:
+                by_ranks[ranks][-1][0] = largest
+                beyond = profile.choose(collective, int(ranks), largest + 1, backend=backend)
+                by_ranks[ranks].append([None, beyond.variant])
     return {backend: table}
 
 

@@ -116,9 +116,12 @@ def _spec(asked: Asked, backend: str, known: tuple[str, ...]) -> Spec:
     named = asked.layout or "llama-70b-tp4"
     names = list(MODELS) if named == _ALL else words(named)
     paths = known if asked.path in (None, _ALL) else words(asked.path)
+    if known == ("cpu",):  # there is nothing to choose from
+        paths = tuple("cpu" if path == "auto" else path for path in paths)
     for path in paths:
         if path not in known:
-            raise ValueError(f"--path: {path!r} is not one of {', '.join(known)}, which {backend} has")
+            more = "; others need --backend cuda" if backend == "cpu" else ""
+            raise ValueError(f"--path: {path!r} is not one of {', '.join(known)}{more}")
     outermost = asked.outermost or "layer"
     if outermost not in ("layer", "block"):
         raise ValueError(f"--outermost: {outermost!r} must be layer or block")

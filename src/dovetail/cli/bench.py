@@ -12,6 +12,7 @@ import typer
 
 from dovetail.bench.gpu.spec import BACKENDS, BESIDE, COPIES, PEERS, WORK, Bounds, CollectiveSpec, Effort, one_of
 from dovetail.bench.spec import AUTO, COLLECTIVES, CPU, CUDA, DTYPES, OURS, TENSORS, Spec
+from dovetail.cli._output import Json
 from dovetail.measure.sizes import format_bytes, geometric, parse_bytes
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ dovetail bench kv --serve
 dovetail bench kv --serve --backend cuda --model llama-8b --tokens 1K,8K,32K --hit 0.5,0.9 --pin 40G
 """
 _EVERY = "all"
+_BEGIN, _FACTOR = "1K", 4.0
 KV = "kv"
 _COLLECTIVE_HELP = f"{', '.join(COLLECTIVES)}, {_EVERY}, or kv; with --backend cuda and host peers: {', '.join(WORK)}."
 _BASELINE_HELP = f"Out of {', '.join(OURS[CPU])}; between ranks on GPUs {', '.join(OURS[CUDA])}; or none. Default: all."
@@ -65,9 +67,9 @@ def bench(
     backend: Annotated[str, typer.Option(help="cpu, or cuda: tensors on GPUs.")] = BACKENDS[0],
     peers: Annotated[str | None, typer.Option(help="cuda: host memory (the default), or ranks.")] = None,
     ranks: Annotated[int | None, typer.Option("--ranks", "-n", help="How many ranks: 2; cuda 4.")] = None,
-    begin: Annotated[str, typer.Option("--begin", "-b", help="Smallest size: what each rank contributes.")] = "1K",
+    begin: Annotated[str, typer.Option("--begin", "-b", help="Smallest size: what each rank contributes.")] = _BEGIN,
     end: Annotated[str | None, typer.Option("--end", "-e", help="Largest size: 16M; copies 1G.")] = None,
-    factor: Annotated[float, typer.Option("--factor", "-f", help="From one size to the next.")] = 4,
+    factor: Annotated[float, typer.Option("--factor", "-f", help="From one size to the next.")] = _FACTOR,
     variant: Annotated[str, typer.Option(help="Variants of ours; the verdict is about the first.")] = AUTO,
     baseline: Annotated[str | None, typer.Option(help=_BASELINE_HELP)] = None,
     tensors: Annotated[str, typer.Option(help=f"Our tensors: {' or '.join(TENSORS)}.")] = TENSORS[0],
@@ -79,7 +81,7 @@ def bench(
     pin: Annotated[str | None, typer.Option(metavar="SIZE", help="cuda: host memory to pin at most.")] = None,
     layout: Annotated[str | None, typer.Option(help="kv: models such as llama-8b,llama-70b-tp4,mla, or all.")] = None,
     tokens: Annotated[str | None, typer.Option(help="kv: how many tokens are fetched and stored: 1K,8K.")] = None,
-    cache: Annotated[str | None, typer.Option(help="kv: size of the cache: 2G.")] = None,
+    cache: Annotated[str | None, typer.Option(help="kv: size of the cache: 1G; cuda 2G; --serve 16G.")] = None,
     path: Annotated[str | None, typer.Option(help="kv: auto, dma-2d, ..., all; --serve: also loop, vllm, ...")] = None,
     outermost: Annotated[str | None, typer.Option(help="kv: layer or block.")] = None,
     direction: Annotated[str | None, typer.Option(help="kv: fetch, store, both (at once).")] = None,
@@ -90,7 +92,7 @@ def bench(
     requests: Annotated[int | None, typer.Option(help="--serve: how many are served in a pass.")] = None,
     new: Annotated[int | None, typer.Option(help="--serve: tokens to decode of each request: 4.")] = None,
     offload: Annotated[str | None, typer.Option(help="--serve: also contexts in host memory, in tokens.")] = None,
-    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write a record to FILE.")] = None,
+    json: Json = None,
 ) -> None:
     """Measure a collective beside its baselines, in the manner of nccl-tests.
 
@@ -110,7 +112,9 @@ def bench(
         from dovetail.cli import _kv
 
         others = {"peers": peers, "ranks": ranks, "end": end, "baseline": baseline}
-        _refuse({name: given is not None for name, given in others.items()} | {"energy": energy}, "collectives")
+        changed = {"begin": begin != _BEGIN, "factor": factor != _FACTOR, "variant": variant != AUTO}
+        changed |= {"tensors": tensors != TENSORS[0], "dtype": dtype != DTYPES[0], "energy": energy}
+        _refuse({name: given is not None for name, given in others.items()} | changed, "collectives")
         bounds = Bounds(force=force, pin_bytes=None if pin is None else parse_bytes(pin))
         if serve:
             from dovetail.cli import _serve

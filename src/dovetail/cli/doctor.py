@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dovetail.cli._output import Json
+
 if TYPE_CHECKING:
     from dovetail.coll.selftest import Outcome
     from dovetail.hw.gpu.proof import Proof
@@ -49,7 +51,7 @@ def doctor(
     ] = None,
     timeout: Annotated[float, typer.Option(help="Most seconds for the self-test.")] = 300.0,
     force: Annotated[bool, typer.Option("--force", help="Prove although somebody else uses the GPU.")] = False,
-    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write a record to FILE.")] = None,
+    json: Json = None,
 ) -> None:
     """Look at this machine: GPU, torch, native part, limits, baselines, profile. Exit 1 if an essential part fails.
 

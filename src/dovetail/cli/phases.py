@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from dovetail.bench.gpu.spec import BACKENDS, Bounds, one_of
+from dovetail.cli._output import Json
 from dovetail.cli.bench import progress_bar
 from dovetail.measure.sizes import format_bytes, geometric, parse_bytes
 
@@ -35,7 +35,7 @@ def phases(
     iters: Annotated[int | None, typer.Option(min=1, help="Copies of each size; by size if not given.")] = None,
     force: Annotated[bool, typer.Option("--force", help="cuda: measure although others use the GPU.")] = False,
     pin: Annotated[str | None, typer.Option(metavar="SIZE", help="cuda: host memory to pin at most.")] = None,
-    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write a record to FILE.")] = None,
+    json: Json = None,
 ) -> None:
     """Take the time of a copy by an engine apart: control, schedule, copy, sync.
 

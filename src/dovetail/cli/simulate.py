@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from dovetail.cli._output import Json
 from dovetail.measure.sizes import format_bytes, geometric
 
 _HELP = "Price plans, collectives and changes on a machine that isn't here. Every figure is simulated."
@@ -56,7 +57,6 @@ _Begin = Annotated[str, typer.Option("--begin", "-b", help="Smallest total: chun
 _End = Annotated[str, typer.Option("--end", "-e", help="Largest total.")]
 _Factor = Annotated[float, typer.Option("--factor", "-f", help="From one size to the next.")]
 _Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also write a plot to FILE (.html).")]
-_Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write a record to FILE.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -82,7 +82,7 @@ def collective(
     end: _End = "2G",
     factor: _Factor = 2,
     plot: _Plot = None,
-    json: _Json = None,
+    json: Json = None,
 ) -> None:
     """Price the variants of a collective by size: time, speedup over the baseline variant, and A's four phases.
 
@@ -115,7 +115,7 @@ def whatif(
     end: _End = "1G",
     factor: _Factor = 4,
     plot: _Plot = None,
-    json: _Json = None,
+    json: Json = None,
 ) -> None:
     """Say how much each change of hardware or runtime closes the gap to the link limit, by size.
 
@@ -151,7 +151,7 @@ def network(
     end: Annotated[str, typer.Option("--end", "-e", help="Largest size.")] = "1G",
     factor: _Factor = 4,
     plot: _Plot = None,
-    json: _Json = None,
+    json: Json = None,
 ) -> None:
     """Price a collective on a network with real contention: messages share links fairly along their routes.
 
@@ -193,7 +193,7 @@ def fit(
     check: Annotated[bool, typer.Option("--check", help="Only say the error; change nothing.")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the machine file here.")] = None,
     name: Annotated[str | None, typer.Option(help="The new machine's name.")] = None,
-    json: _Json = None,
+    json: Json = None,
 ) -> None:
     """Refit a machine's free constants to tables, on every second size; the other sizes show how well it holds.
 
@@ -236,7 +236,7 @@ def astra(
     mode: Annotated[str, typer.Option(help="astra: as ASTRA-sim counts; links: real contention.")] = "astra",
     algorithm: Annotated[str | None, typer.Option(help="links: direct (the default), ring or dimension.")] = None,
     write: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write files that ASTRA-sim can run.")] = None,
-    json: _Json = None,
+    json: Json = None,
 ) -> None:
     """Price a collective or a Chakra workload on a network, to the nanosecond as ASTRA-sim's analytical backend does.
 
@@ -251,7 +251,7 @@ def astra(
     _record("simulate_astra", rows, json)
 
 
-def machines(json: _Json = None) -> None:
+def machines(json: Json = None) -> None:
     """List the shipped machines, and where their constants come from."""
     from collections import Counter
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dovetail.bench.gpu.spec import BACKENDS, one_of
 from dovetail.bench.spec import CPU
+from dovetail.cli._output import Json
 from dovetail.cli.bench import progress_bar, words
 from dovetail.measure.sizes import format_bytes, geometric, parse_bytes
 
@@ -46,7 +46,7 @@ def tune(
     factor: Annotated[float | None, typer.Option("--factor", "-f", help="coll: from one size to the next: 4.")] = None,
     cache: Annotated[str | None, typer.Option(help="kv: size of the cache that is measured with: 16G.")] = None,
     force: Annotated[bool, typer.Option("--force", help="cuda: measure although others use the GPU.")] = False,
-    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write a record to FILE.")] = None,
+    json: Json = None,
 ) -> None:
     """Measure every variant of every collective, and torch's own, and save the fastest by ranks and size.
 
@@ -80,10 +80,10 @@ def tune(
 
     outcome = tuning.measure(numbers, sizes, budget_s, progress_bar(), placement.of(backend, force=force))
     found = tuning.winners(outcome.rows, backend)
-    saved = tuning.save(found, outcome.rows, backend)
+    saved, kept = tuning.save(found, outcome.rows, backend, sizes[-1])
     _show(found)
     print(f"profile: {saved}")
-    for note in [*outcome.notes, *_untested(backend)]:
+    for note in [*outcome.notes, *kept, *_untested(backend)]:
         print(f"note: {note}", file=sys.stderr)
     if json is not None:
         from dovetail.cli import _gpu

@@ -105,7 +105,8 @@ def profile_key(ranks: Iterable[int] = ()) -> Key:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         found["torch"] = importlib.metadata.version("torch")
     return Key(
-        device=f"{cpu_model() or platform.machine()}, {num_cores()} cores",
+        # All cores, not those that this process may use: a launcher that binds ranks does not make another machine.
+        device=f"{cpu_model() or platform.machine()}, {os.cpu_count() or 1} cores",
         driver=f"{platform.system()} {platform.release()}",
         ranks=tuple(sorted(ranks)),
         versions=found,

@@ -95,6 +95,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         if num_sequences < 1:
             raise ValueError(f"num_sequences is {num_sequences}; it must be 1 or more")
         self.pages = Pages(memory, num_sequences)
+        self.prompt: Any = None  #: token ids that it was begun with, where that is known
         self.pages.reserve(num_tokens)
         super().__init__(layers=[PagedLayer(self.pages, n, 0) for n in range(memory.shape.num_layers)])
 

@@ -31,11 +31,11 @@ class Pages:
         self._expected: dict[int, Transfer] = {}  # layer -> the part of a fetch that brings it
         self.moves: list[Move] = []  #: fetches and stores of these blocks that were begun
         self._kept_tokens = 0  # so many of the first may be read by a store
-        self._open = True
+        self.is_open = True
 
     def reserve(self, num_tokens: int) -> None:
         """Blocks for so many tokens of each sequence; raises `CacheFull` and changes nothing if there are too few."""
-        if not self._open:
+        if not self.is_open:
             raise ValueError("the cache is closed: make a new one")
         more = -(-num_tokens // BLOCK_TOKENS) - len(self.blocks[0])
         if more <= 0:
@@ -98,11 +98,11 @@ class Pages:
 
     def close(self) -> None:
         """Gives the blocks back. Safe to call twice."""
-        if self._open:
-            self._open = False
+        if self.is_open:
+            self.is_open = False
             self.memory.give([block for mine in self.blocks for block in mine], self.moves)
 
     def __del__(self) -> None:
-        if getattr(self, "_open", False) and self.blocks[0]:
+        if getattr(self, "is_open", False) and self.blocks[0]:
             self.close()
             warnings.warn("a PagedCache was dropped and not closed: `with` it, or close() it", ResourceWarning)

@@ -84,6 +84,7 @@ class PrefixStore:
         except BaseException:
             cache.close()
             raise
+        cache.prompt = prompt
         if move.num_tokens:
             cache.pages.expect(move, self.layers or self.memory.shape.num_layers)
             cache.begin_at(move.num_tokens)
@@ -95,12 +96,17 @@ class PrefixStore:
         Returns before the bytes have landed; the cache may be closed or go on meanwhile.
 
         Raises:
-            ValueError: a cache of several sequences, or of another memory.
+            ValueError: a cache of several sequences, of another memory, of another prompt, or closed.
             PoolFull: there is no room; nothing has changed.
         """
         if cache.pages.num_sequences != 1 or cache.pages.memory is not self.memory:
             raise ValueError("a PrefixStore keeps caches of one sequence, in blocks of its own memory")
-        tokens = row_of(token_ids)[: cache.get_seq_length()]
+        if not cache.pages.is_open:
+            raise ValueError("the cache is closed, others have its blocks: keep it before it is closed")
+        given = row_of(token_ids)
+        if cache.prompt is not None and not np.array_equal(given[: len(cache.prompt)], cache.prompt[: len(given)]):
+            raise ValueError("these are not the tokens of the cache: it was begun with another prompt")
+        tokens = given[: cache.get_seq_length()]
         move = self.kept.store(tokens, cache.blocks, salt=salt, after=order.computing(self.memory.device))
         cache.pages.hold(move, len(tokens))
         return move
