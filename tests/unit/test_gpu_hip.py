@@ -94,7 +94,7 @@ def rows(*entries: tuple[int, int, int]) -> np.ndarray:
 
 
 def test_a_missing_library_says_what_to_do() -> None:
-    with pytest.raises(NotSupported, match=r"the HIP runtime \(libnone.so\) cannot be loaded.*use the CPU executor"):
+    with pytest.raises(NotSupported, match=r"the HIP runtime \(libnone.so\) cannot be loaded.*stay on the CPU"):
         HipDriver("libnone.so")
 
 

@@ -247,3 +247,13 @@ def test_a_failed_pin_leaves_nothing_behind(device: Device, monkeypatch: pytest.
     with pytest.raises(HardwareError, match="out of memory"):
         Prefixes.on_gpu(device, LAYOUT, 0, pool_bytes=24 * SLOT, piece_bytes=5 * SLOT)
     assert len(calls) == 3
+
+
+WRONG = (np.zeros(100, np.uint8), np.zeros(1 << 20, np.float32), np.zeros((4, 1 << 20), np.uint8))
+
+
+@pytest.mark.parametrize("cache", WRONG)
+def test_a_cache_that_is_no_flat_array_of_bytes_is_refused(cache: np.ndarray) -> None:
+    layout = layer_outermost("x", num_layers=2, row_bytes=64, num_blocks=8)
+    with pytest.raises(ValueError, match="layout x needs a flat array of 1024 uint8, not"):
+        Prefixes.on_cpu(layout, cache, pool_bytes=1 << 20)

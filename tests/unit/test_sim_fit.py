@@ -130,10 +130,13 @@ def test_an_outlier_does_not_pull_the_fit() -> None:
     def odd(t: Target) -> bool:  # in the half that is fitted to
         return t.figure is Figure.SPEEDUP and t.case.total_bytes == 1024 and t.name == "b2b"
 
-    without = fit.fit(files.load("mi300x"), [t for t in a_tables() if not odd(t)]).machine
-    named = [dataclasses.replace(t, value=t.value * 50, outlier=True) if odd(t) else t for t in a_tables()]
+    # A few figures show it as all do, and three fits to all take long.
+    tables = [t for t in a_tables() if t.case.variant in ("pcpy", "b2b") and t.case.total_bytes <= 64 << 10]
+    assert sum(map(odd, tables)) == 1
+    without = fit.fit(files.load("mi300x"), [t for t in tables if not odd(t)]).machine
+    named = [dataclasses.replace(t, value=t.value * 50, outlier=True) if odd(t) else t for t in tables]
     assert fit.fit(files.load("mi300x"), named).machine == without
-    pulled = [dataclasses.replace(t, value=t.value * 50) if odd(t) else t for t in a_tables()]
+    pulled = [dataclasses.replace(t, value=t.value * 50) if odd(t) else t for t in tables]
     assert fit.fit(files.load("mi300x"), pulled).machine != without
 
 

@@ -145,23 +145,29 @@ def _named(row: dict[str, Any]) -> str:
 
 
 def _show(spec: Spec, rows: list[dict[str, Any]]) -> None:
+    """A table for each layout and load."""
     from rich.console import Console
     from rich.table import Table
 
-    title = f"kv, cache of {format_bytes(spec.cache_bytes)}, {spec.outermost} outermost, random blocks"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    table.add_column("layout")
-    names = ["row B", "tokens", "", "beside", "path", "copies", "plan us", "submit us", "time us", "GB/s"]
-    for name in [*names, "of contiguous", "computation"]:
-        table.add_column(name, justify="right")
-    for row in rows:
-        share = "" if row["share"] is None else f"{row['share']:.0%}"
-        speed = "WRONG" if row["bandwidth_gbps"] is None else f"{row['bandwidth_gbps']:.2f}"
-        table.add_row(
-            row["layout"], format_bytes(row["row_bytes"]), format_bytes(row["tokens"]), row["direction"],
-            row["beside"], _named(row),
-            str(row["copies"]), f"{row['plan_us']:.0f}", *("" if row[k] is None else f"{row[k]:.0f}" for k in _TIMES),
-            speed, share, "" if row["compute_kept"] is None else f"{row['compute_kept']:.0%}",
-        )  # fmt: skip
-    console = Console() if sys.stdout.isatty() else Console(width=150)
-    console.print(table)
+    console = Console() if sys.stdout.isatty() else Console(width=120)
+    console.print(f"kv, cache of {format_bytes(spec.cache_bytes)}, {spec.outermost} outermost, random blocks")
+    for layout, beside in dict.fromkeys((row["layout"], row["beside"]) for row in rows):
+        mine = [row for row in rows if (row["layout"], row["beside"]) == (layout, beside)]
+        where = "" if beside == "idle" else f", beside {beside}"
+        title = f"{layout}, rows of {format_bytes(mine[0]['row_bytes'])}{where}"
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        table.add_column("tokens")
+        table.add_column("way")
+        table.add_column("path")
+        names = ["copies", "plan us", "submit us", "time us", "GB/s", "of contiguous"]
+        for name in names if beside == "idle" else [*names, "computation"]:
+            table.add_column(name, justify="right", no_wrap=True)
+        for row in mine:
+            share = "" if row["share"] is None else f"{row['share']:.0%}"
+            speed = "WRONG" if not row["correct"] else "" if row["time_us"] is None else f"{row['bandwidth_gbps']:.2f}"
+            kept = [] if beside == "idle" else ["" if row["compute_kept"] is None else f"{row['compute_kept']:.0%}"]
+            table.add_row(
+                format_bytes(row["tokens"]), row["direction"], _named(row), str(row["copies"]), f"{row['plan_us']:.0f}",
+                *("" if row[k] is None else f"{row[k]:.0f}" for k in _TIMES), speed, share, *kept,
+            )  # fmt: skip
+        console.print(table)

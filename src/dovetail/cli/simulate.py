@@ -84,7 +84,7 @@ def collective(
     plot: _Plot = None,
     json: Json = None,
 ) -> None:
-    """Price the variants of a collective by size: time, speedup over the baseline variant, and A's four phases.
+    """Price the variants of a collective by size: time, speedup over the baseline variant, and four phases.
 
     The plans are those that executors run. The phases are those of the critical path, and add up to the time. Sizes are
     rounded down to what the ranks can share.
@@ -197,7 +197,7 @@ def fit(
 ) -> None:
     """Refit a machine's free constants to tables, on every second size; the other sizes show how well it holds.
 
-    A table is A's table of speedups (say which collective: all_gather=FILE), A's table of phases, a record of
+    A table is DMA-Latte's of speedups (say which collective: all_gather=FILE), or of phases, a record of
     dovetail bench, or a profile that dovetail tune has measured. One set of constants serves all of them.
     """
     import dataclasses

@@ -83,6 +83,9 @@ def arrange(
     """
     if not given:
         raise ValueError("a shelf needs at least one item")
+    for key, tensors in given.items():
+        if not isinstance(tensors, Mapping):
+            raise TypeError(f"item {key!r} must be tensors by name, such as {{'weight': tensor}}, not {type(tensors)}")
     parts = {key: _parts(tensors) for key, tensors in given.items()}
     sizes = {key: max((part.offset + part.size_bytes for part in of.values()), default=0) for key, of in parts.items()}
     for key, size in sizes.items():

@@ -118,7 +118,14 @@ class Prefixes:
         piece_bytes: int = PIECE_BYTES,
         policy: Policy | None = None,
     ) -> Prefixes:
-        """For a cache in host memory: a flat NumPy array of bytes."""
+        """For a cache in host memory: a flat NumPy array of bytes.
+
+        Raises:
+            ValueError: it is not that, or shorter than the layout.
+        """
+        if getattr(cache, "dtype", None) != np.uint8 or cache.ndim != 1 or len(cache) < layout.size_bytes:
+            found = f"{getattr(cache, 'dtype', type(cache).__name__)} of shape {getattr(cache, 'shape', '?')}"
+            raise ValueError(f"layout {layout.name} needs a flat array of {layout.size_bytes} uint8, not {found}")
         memory = _memory(layout, pool_bytes, piece_bytes, None)
         return cls(layout, Pool(memory, policy=policy), CpuMover(cache, _flat(memory)), Path.CPU)
 

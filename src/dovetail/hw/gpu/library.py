@@ -30,7 +30,7 @@ class Library:
             self._handle = ctypes.CDLL(path)
         except OSError as error:
             raise NotSupported(
-                f"the {name} ({path}) cannot be loaded: {error}; install it, or use the CPU executor"
+                f"the {name} ({path}) cannot be loaded: {error}; install it, or stay on the CPU (leave out --backend)"
             ) from None
 
     def has(self, symbol: str) -> bool:
