@@ -23,7 +23,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 NATIVE_SOURCES := $(wildcard native/*.cpp native/*.h native/*.hpp native/CMakeLists.txt)
 # Tiers that may be skipped for a missing tool come first, so that the last words of a run are about tests that ran.
-SERIAL_TIERS := $(wildcard tests/interp tests/gpu tests/browser tests/ranks)
+SERIAL_TIERS := $(wildcard tests/interp tests/gpu tests/browser)
 
 .PHONY: help setup demo test test-vllm covered lint types wheel clean FORCE
 
@@ -44,8 +44,9 @@ test: setup lint types  ## set up and run every check: lint, types, layers, all 
 	@$(MAKE) covered
 	@for tier in $(SERIAL_TIERS); do \
 	  echo "$(BIN)/python -m pytest $$tier"; \
-	  $(BIN)/python -m pytest $$tier --ignore-glob='*/ranks/test_gpu_*' || [ $$? -eq 5 ] || exit 1; \
+	  $(BIN)/python -m pytest $$tier || [ $$? -eq 5 ] || exit 1; \
 	done
+	$(BIN)/python -m pytest tests/ranks -n 2 --dist worksteal --ignore-glob='*/ranks/test_gpu_*'
 
 test-vllm:  ## the vLLM adapter with real engines on the CPU: the oldest and the newest version, some 4 GB each
 	@for version in $(VLLM); do \

@@ -1,10 +1,13 @@
 """Pools of real rank processes, kept for the whole test session: a test sends a function to every rank of a pool.
 
-A test that kills, stops or breaks ranks starts its own with `dovetail.launch`, or with `spare_pool`.
+A test that kills, stops or breaks ranks starts its own with `dovetail.launch`, or with `spare_pool`. Ranks are forked
+from a server that has imported torch and us, which takes milliseconds where a new interpreter takes seconds.
 """
 
 from __future__ import annotations
 
+import gc
+import mmap
 import multiprocessing as mp
 import multiprocessing.connection as mpc
 import os
@@ -19,10 +22,12 @@ import cloudpickle
 import pytest
 
 LIMIT_S = 100.0
+#: What ranks use. None of it reads the environment, which ranks get when they begin.
+PRELOADED = ("torch", "torch.distributed", "pytest", "dovetail.coll", "dovetail.hw.cpu._native", "tests.ranks.workers")
 
 
-def _serve(pipe: Any, more: dict[str, str]) -> None:
-    os.environ.update(more)
+def _serve(pipe: Any, rank: int, env: dict[str, str]) -> None:
+    kept = _begin(rank, env)
     import torch
 
     torch.set_num_threads(1)
@@ -33,6 +38,7 @@ def _serve(pipe: Any, more: dict[str, str]) -> None:
         try:
             job = pipe.recv_bytes()
         except EOFError:
+            kept.clear()
             return
         try:
             fn, args = pickle.loads(job)
@@ -42,16 +48,58 @@ def _serve(pipe: Any, more: dict[str, str]) -> None:
         pipe.send_bytes(reply)
 
 
+def _begin(rank: int, env: dict[str, str]) -> list[Any]:
+    """Makes a forked process like one of its own; what is returned shifts all later memory while it is kept.
+
+    Forked processes have the same addresses, so one that a peer can't use would be right by chance.
+    """
+    os.environ.clear()
+    os.environ.update(env)
+    gc.freeze()  # what the server has imported is no garbage
+    size = (1 << 30) + 17 * rank * mmap.PAGESIZE  # larger than any hole: what comes later lies below it
+    mapped = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)
+    return [mapped, *(bytearray(40 << k) for k in range(16) for _ in range(rank))]
+
+
+def _server() -> Any:
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    return context
+
+
+def _launched(rank: int, env: dict[str, str], target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    kept = _begin(rank, env)
+    target(*args)
+    kept.clear()
+
+
+class Forked:
+    """For `dovetail.launch` in the place of multiprocessing: its processes are forked from the server."""
+
+    def get_context(self, _: str) -> Forked:
+        self._context, self._started = _server(), 0
+        return self
+
+    def Pipe(self, *, duplex: bool) -> Any:
+        return self._context.Pipe(duplex=duplex)
+
+    def Process(self, *, target: Callable[..., None], args: tuple[Any, ...], daemon: bool) -> Any:
+        self._started += 1
+        job = (self._started, dict(os.environ), target, args)
+        return self._context.Process(target=_launched, args=job, daemon=daemon)
+
+
 class Pool:
     """`run(fn, *args)` calls the function on every rank and returns what each returned."""
 
     def __init__(self, ranks: int, more: dict[str, str] | None = None) -> None:
-        context = mp.get_context("spawn")
+        context = _server()
         token = uuid.uuid4().hex
         self.ranks, self.processes, self.pipes = ranks, [], []
         for rank in range(ranks):
             ours, theirs = context.Pipe()
             env = {
+                **os.environ,
                 "DOVETAIL_RENDEZVOUS": token,
                 "DOVETAIL_RANK": str(rank),
                 "DOVETAIL_WORLD_SIZE": str(ranks),
@@ -59,7 +107,7 @@ class Pool:
                 "DOVETAIL_HEAP": "2G",
                 **(more or {}),
             }
-            process = context.Process(target=_serve, args=(theirs, env), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, env), daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -82,7 +130,7 @@ class Pool:
                 rank = waiting.pop(pipe)  # type: ignore[arg-type]
                 try:
                     good, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     good, value = False, "the process ended"
                 (results if good else errors)[rank] = value
             if time.monotonic() > deadline:
@@ -147,6 +195,12 @@ def spare_pool() -> Iterator[Callable[..., Pool]]:
     yield make
     for pool in made:
         pool.close()
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`dovetail.launch` in this process starts its ranks fast: for tests of what they do, not of how they start."""
+    monkeypatch.setattr("dovetail.coll.spawn.mp", Forked())
 
 
 @pytest.fixture(scope="module")

@@ -72,7 +72,7 @@ class Spoiling(StandIn):
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, forked: None) -> Path:
     """Ranks find a stand-in GPU on which the self-test has passed; the profile that says so."""
     monkeypatch.setenv("DOVETAIL_CUDA_LIBRARY", str(standin.build("cuda")))
     monkeypatch.setenv("DOVETAIL_GPU_SEGMENT", "4M")

@@ -57,15 +57,16 @@ print("well", g.rank)
 """
 
 
-@pytest.mark.parametrize("how", ["attach", "alone"])
-def test_torchrun(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize(("how", "ranks"), [("attach", 4), ("alone", 2)])
+def test_torchrun(tmp_path: Path, how: str, ranks: int) -> None:
     script = tmp_path / "job.py"
     script.write_text(SCRIPT)
     env = {k: v for k, v in os.environ.items() if not k.startswith("DOVETAIL_")} | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(script), how]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [*torchrun, str(script), how]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("well") == 4
+    assert done.stdout.count("well") == ranks
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -15,19 +16,26 @@ from dovetail.hw.world import Group
 #: Where `make` puts tensors: "cpu", "cuda", or "standin": device memory of a stand-in driver, which is the host's.
 DEVICE = "cpu"
 
+#: How many random numbers are drawn at least, and how far apart the data of two ranks begin in them: a prime.
+_DRAWN, _APART = 1_200_007, 7919
+
 FLOATS8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
+@functools.cache
+def _drawn(num: int, floats: bool) -> torch.Tensor:
+    g = torch.Generator().manual_seed(1)
+    return torch.randn(num, generator=g) * 2 if floats else torch.randint(0, 100, (num,), generator=g)
+
+
 def data(seed: int, rank: int, items: int, dtype: torch.dtype) -> torch.Tensor:
-    """Different for every seed and rank, the same on whoever computes it."""
-    g = torch.Generator().manual_seed(seed * 1009 + rank)
-    if dtype is torch.bool:
-        return torch.randint(0, 2, (items,), generator=g).bool()
-    if dtype.is_floating_point:
-        return (torch.randn(items, generator=g) * 2).to(dtype)
+    """Different for every seed and rank, the same on whoever computes it: a stretch of numbers drawn once."""
     if dtype.is_complex:
-        return torch.randn(items, generator=g, dtype=dtype)
-    return torch.randint(0, 100, (items,), generator=g).to(dtype)
+        return data(seed, rank, 2 * items, dtype.to_real()).view(dtype)
+    num = _DRAWN * (1 + 2 * items // _DRAWN)
+    begin = (seed * 1009 + rank) * _APART % (num - items)
+    part = _drawn(num, dtype.is_floating_point)[begin : begin + items]
+    return part % 2 == 1 if dtype is torch.bool else part.to(dtype, copy=True)
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:

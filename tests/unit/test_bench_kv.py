@@ -142,10 +142,11 @@ def test_tuning_on_a_stand_in_driver(
     """Idle only, without torch's GPU: the costs go into the profile, and `auto` says whose figures it took."""
     monkeypatch.setenv("DOVETAIL_CUDA_LIBRARY", str(build("cuda")))
     monkeypatch.setenv("DOVETAIL_PROFILE", str(tmp_path / "profile.json"))
-    monkeypatch.setattr(tune, "_FEW_TOKENS", (64, 128))
+    monkeypatch.setattr(tune, "_FEW_TOKENS", (64,))
+    monkeypatch.setattr(tune, "_ROUNDS", 1)
     driver.load.cache_clear()
     try:
-        assert run("tune", "--only", "kv", "--backend", "cuda", "--cache", "128M") == 0
+        assert run("tune", "--only", "kv", "--backend", "cuda", "--cache", "64M") == 0
         assert run("tune", "--only", "kv", "--backend", "cuda", "--cache", "1M") == 2
     finally:
         driver.load.cache_clear()

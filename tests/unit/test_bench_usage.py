@@ -21,7 +21,7 @@ from dovetail import cli
         ("bench all_gather --dtype float8", "dtype: 'float8' is not known"),
         ("bench all_gather --iters 0", "iterations is 0"),
         ("phases -b x", "'x' is not a size"),
-        ("tune --only kv", "--only: 'kv' is not known; there are coll"),
+        ("tune --only power", "--only: 'power' is not known; there are coll, kv"),
         ("tune --ranks 2,0", "--ranks: '2,0' must be numbers of at least 1"),
         ("tune --ranks two", "--ranks: 'two' must be numbers"),
         ("tune --budget soon", "'soon' is not a time"),
