@@ -64,16 +64,23 @@ Group::Group(std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<Peer>> me
   entry_ = publish(*arena_, key, block_);
   const int64_t deadline = now_ns() + timeout;
   std::string why;
+  bool found = false;
+  // A rank that has found all others may not go on, and end, before all of them have found it.
   for (int look = 0; why.empty(); ++look) {
     std::string missing;
     for (int r = 0; r < size(); ++r) {
       if (!controls_[r]) controls_[r] = find_control(memory(r), key);
-      if (controls_[r]) continue;
+      if (controls_[r] && (!found || controls_[r]->met.word.load(std::memory_order_acquire))) continue;
       if (!missing.empty()) missing.push_back(',');
       missing.append(std::to_string(r));
       if (members_[r]->dead()) why = "dead:" + std::to_string(r);
     }
-    if (missing.empty()) return;
+    if (missing.empty() && found) return;
+    if (missing.empty()) {
+      found = true;
+      mine()->met.word.store(1, std::memory_order_release);
+      continue;
+    }
     if (why.empty() && now_ns() > deadline) why = "late:" + missing;
     if (why.empty() && look % 100 == 99 && interrupted()) why = "interrupted";
     timespec nap{0, 100000};

@@ -48,6 +48,7 @@ enum class Abort : uint8_t { None = 0, Dead = 1, Late = 2, Closed = 3, Failed = 
 struct Control {
   Line abort;                     // code | rank << 8 | reporter << 24; see abort_word()
   Line acknowledged;              // the owner has seen the abort and touches nobody's memory any more
+  Line met;                       // the owner has found the blocks of all members
   alignas(64) Word finished[kLanes];   // the last run of each lane that this rank has finished
   Word parked[kLanes];            // run << 32 | queue << 20 | step: where it waits, for a peer's error message
   Slot slots[2 * kLanes];
