@@ -225,3 +225,23 @@ def test_tune_writes_a_profile_that_auto_uses(tmp_path: Path, monkeypatch: pytes
     (row,) = rows_of(kept)
     assert row["variant"] == "bcst"
     assert row["reason"].startswith("profile of ")
+
+
+def test_an_interrupt_of_the_terminal_is_one_line(tmp_path: Path) -> None:
+    """It reaches the ranks too, here while they still import: no word from them, and it ends at once."""
+    words = [*MAIN, "bench", "all_gather", "--ranks", "2", "--baseline", "gloo", "--iters", "100000"]
+    command = subprocess.Popen(
+        words, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}, start_new_session=True
+    )
+    children = Path(f"/proc/{command.pid}/task/{command.pid}/children")
+    deadline = time.monotonic() + 60
+    while len(children.read_text().split()) < 3 and time.monotonic() < deadline:  # a tracker and two ranks
+        time.sleep(0.01)
+    os.killpg(command.pid, signal.SIGINT)
+    try:
+        _, said = command.communicate(timeout=30)
+    finally:
+        command.kill()
+    assert command.returncode == cli.INTERRUPTED
+    assert said.strip().splitlines()[-1] == "dovetail: interrupted; nothing was saved"
+    assert "Traceback" not in said

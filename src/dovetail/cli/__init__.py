@@ -24,7 +24,7 @@ import typer
 from dovetail import __version__, env
 from dovetail.errors import DovetailError
 
-OK, FAILED, USAGE = 0, 1, 2
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 def verbs() -> list[str]:
@@ -59,6 +59,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         _fail(error, FAILED)
     except (ValueError, OSError) as error:
         _fail(error, USAGE)
+    except SystemExit as ended:
+        if ended.code == INTERRUPTED:
+            print("dovetail: interrupted; nothing was saved", file=sys.stderr)
+        raise
 
 
 def _fail(error: Exception, status: int) -> None:

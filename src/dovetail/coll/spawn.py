@@ -12,10 +12,12 @@ import multiprocessing.connection as mpc
 import os
 import pickle
 import signal
+import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
 from typing import Any
 
 from dovetail.errors import DovetailError, PeerError, Timeout
@@ -61,7 +63,8 @@ def launch(
                 "DOVETAIL_WORLD_SIZE": str(ranks),
             }
             process = context.Process(target=_child, args=(job, more, theirs), daemon=True)
-            process.start()
+            with _interrupts_held():
+                process.start()
             theirs.close()
             workers.append((process, ours))
         return _collect(workers, None if timeout is None else time.monotonic() + timeout)
@@ -69,9 +72,33 @@ def launch(
         _end(workers)
 
 
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """A Ctrl-C of the terminal reaches all its processes: a new one inherits that it is held, until it is ready for it.
+
+    Here it comes when this ends, also if another thread gets it meanwhile: a process that is half started would talk.
+    """
+    resource_tracker.ensure_running()  # it lets go of the signal when it starts its process
+    came: list[Any] = []
+    handler = signal.getsignal(signal.SIGINT)
+    ours = threading.current_thread() is threading.main_thread() and callable(handler)
+    if ours:
+        signal.signal(signal.SIGINT, lambda *args: came.append(args))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if ours:
+            signal.signal(signal.SIGINT, handler)
+    if came and callable(handler):
+        handler(*came[0])
+
+
 def _child(job: bytes, more: dict[str, str], pipe: Any) -> None:
     os.environ.update(more)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent ends us; no traceback of ours in between
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         from dovetail.coll import session
 
