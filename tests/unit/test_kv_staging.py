@@ -406,3 +406,13 @@ def test_auto_goes_on_without_staging_memory(
     assert "auto leaves out the path staged from now on" in caplog.text
     mover.close()
     rig.close()
+
+
+def test_tables_do_not_pile_up(device: Device) -> None:
+    """What `auto` reserves is what the run takes, also while events that were used before are not reached."""
+    rig = Rig(device, layout_of(), 2e-3)
+    staging = rig.mover._staging[Direction.FETCH]
+    for _ in range(20):
+        staging.reserve(40)
+    assert len(staging._tables) == 1
+    rig.close()

@@ -163,6 +163,7 @@ class Staging:
         else:
             self._driver.event_record(table.ends[0], stream)
         self._driver.event_record(table.ends[1], self._kernels)
+        table.is_new = False
         self._tables.append(table)
         return self._ends if self._direction is Direction.FETCH else stream
 
@@ -219,7 +220,7 @@ class Staging:
     def _take(self, num_words: int) -> _Table:
         """A table that nobody uses any more, or a new one."""
         for n, table in enumerate(self._tables):
-            if table.num_words >= num_words and all(map(self._driver.event_done, table.ends)):
+            if table.num_words >= num_words and (table.is_new or all(map(self._driver.event_done, table.ends))):
                 # Its chunks are empty, and its words are about to mean something else.
                 self._emptied = {place: found for place, found in self._emptied.items() if found[0] is not table}
                 return self._tables.pop(n)
@@ -260,6 +261,7 @@ class _Table:
             device.driver.device_free(self.there)
             raise
         self.ends = device.take_event(), device.take_event()  #: when nobody uses it any more
+        self.is_new = True  #: its events say nothing yet: others may have used them
         self.size_bytes = 0
         self._device = device
 
