@@ -37,12 +37,7 @@ SPEC = Spec(
 COLUMNS = tuple(Table.__dataclass_fields__)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def command(*words: str) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,12 +18,7 @@ from dovetail.kv.transformers import CacheFull, KVShape, PagedCache, PagedMemory
 MODEL = llama()
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def memory(num_blocks: int = 32, *, scattered: bool = True) -> PagedMemory:
