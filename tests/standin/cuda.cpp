@@ -2,9 +2,19 @@
 // its refusals are those of driver 580 (CUDA 13.0) on an H200. It differs in two places: the real one copies from and
 // to host memory that it does not know (see PAGEABLE), and dies of a stream that was destroyed.
 //
-// Settings of its own: VERSION (13000); NO_DEVICE=1: cuInit finds none; STREAM_WORDS, IPC, VMM: device attributes (1).
+// Settings of its own: VERSION (13000); NO_DEVICE=1: cuInit finds none; STREAM_WORDS, IPC, VMM: device attributes (1);
+// CORES: multiprocessors (4); CAPABILITY: major compute capability (9), which decides how they can be split, unless
+// STEP does.
+#include <algorithm>
+#include <cstddef>
 #include <cstdio>
 #include <cstring>
+#include <iterator>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -78,10 +88,29 @@ struct CUDA_MEMCPY3D {
 };
 static_assert(sizeof(CUDA_MEMCPY3D) == 200);
 
+// `mark`, `device`, `first` and `whole` lie in what the header calls padding. Multiprocessors are counted from 0, so
+// that a test can see which ones a context has.
+struct CUdevResource {
+    int type;
+    int mark, device, first, whole;
+    unsigned char padding[76];
+    unsigned int smCount, minSmPartitionSize, smCoscheduledAlignment;
+    unsigned char oversize[36];
+};
+static_assert(sizeof(CUdevResource) == 144 && offsetof(CUdevResource, smCount) == 96);
+
+struct Green {
+    int device;
+    unsigned int first, count;
+};
+
+using CUgreenCtx = Green*;
+
 namespace {
 
 constexpr int INVALID_VALUE = 1, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_CONTEXT = 201, ILLEGAL_STATE = 401,
-              PEER_ALREADY = 704, NOT_SUPPORTED = 801;
+              PEER_ALREADY = 704, CONTEXT_DESTROYED = 709, NOT_SUPPORTED = 801, RESOURCE_TYPE = 914,
+              RESOURCE_CONFIGURATION = 915;
 constexpr int UNIFIED = 4;
 constexpr size_t MAX_PITCH = (size_t{1} << 31) - 1;
 
@@ -104,12 +133,15 @@ constexpr Text texts[] = {
     {600, "CUDA_ERROR_NOT_READY", "device not ready"},
     {700, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
     {704, "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED", "peer access is already enabled"},
+    {709, "CUDA_ERROR_CONTEXT_IS_DESTROYED", "context is destroyed"},
     {712, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED", "part or all of the requested memory range is already mapped"},
     {713, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED", "pointer does not correspond to a registered memory region"},
     {801, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
     {900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "operation not permitted when stream is capturing"},
     {901, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", "operation failed due to a previous error during capture"},
     {905, "CUDA_ERROR_STREAM_CAPTURE_ISOLATION", "dependency created on uncaptured work in another stream"},
+    {914, "CUDA_ERROR_INVALID_RESOURCE_TYPE", "invalid resource type"},
+    {915, "CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION", "invalid resource configuration"},
 };
 
 CUresult code_of(Result result) {
@@ -152,6 +184,33 @@ int version() { return static_cast<int>(number("VERSION", 13000)); }
 void* pointer(CUdeviceptr address) { return reinterpret_cast<void*>(address); }
 
 bool known(CUdevice device) { return device >= 0 && device < num_devices(); }
+
+// Green contexts that live, and the contexts of streams: those of a destroyed one stay here for good, as they leak.
+constexpr int RESOURCE_MARK = 0x5EED, MULTIPROCESSORS = 1;
+std::mutex green_lock;
+std::set<Green*> greens;
+std::map<Stream*, Green*> green_streams;
+
+bool is_resource(const CUdevResource* r) { return r->type == MULTIPROCESSORS && r->mark == RESOURCE_MARK; }
+
+// The fewest multiprocessors that can be cut off, and in which steps.
+std::pair<unsigned int, unsigned int> steps() {
+    if (const auto step = static_cast<unsigned int>(number("STEP", 0))) return {step, step};
+    const long capability = number("CAPABILITY", 9);
+    return capability >= 9 ? std::pair{8u, 8u} : capability == 8 ? std::pair{4u, 2u} : std::pair{2u, 2u};
+}
+
+CUdevResource resource(int device, unsigned int first, unsigned int count, bool whole) {
+    CUdevResource made{};
+    made.type = MULTIPROCESSORS, made.mark = RESOURCE_MARK;
+    made.device = device, made.first = static_cast<int>(first), made.whole = whole;
+    made.smCount = count;
+    if (version() >= 13000)
+        std::tie(made.minSmPartitionSize, made.smCoscheduledAlignment) = steps();
+    else
+        made.minSmPartitionSize = made.smCoscheduledAlignment = 77;  // no promise of what older drivers leave there
+    return made;
+}
 
 }  // namespace
 
@@ -215,7 +274,8 @@ CUresult cuDeviceGetAttribute(int* out, int attribute, CUdevice device) {
     if (!known(device)) return 101;
     switch (attribute) {
         case 11: *out = static_cast<int>(MAX_PITCH); return 0;
-        case 16: *out = 4; return 0;
+        case 16: *out = static_cast<int>(number("CORES", 4)); return 0;
+        case 75: *out = static_cast<int>(number("CAPABILITY", 9)); return 0;
         case 102: *out = static_cast<int>(number("VMM", 1)); return 0;
         case 122: *out = static_cast<int>(number("STREAM_WORDS", 1)); return 0;
         case 125: *out = static_cast<int>(number("IPC", 1)); return 0;
@@ -269,6 +329,13 @@ CUresult cuStreamCreateWithPriority(CUstream* out, unsigned int flags, int prior
 
 CUresult cuStreamDestroy_v2(CUstream stream) {
     ENTER_CONTEXT("cuStreamDestroy", "stream=%p", static_cast<void*>(stream));
+    {
+        std::lock_guard lock(green_lock);
+        if (const auto found = green_streams.find(stream); found != green_streams.end()) {
+            if (!greens.count(found->second)) return CONTEXT_DESTROYED;
+            green_streams.erase(found);
+        }
+    }
     return code_of(stream_destroy(stream));
 }
 
@@ -524,6 +591,91 @@ CUresult cuGraphLaunch(CUgraph graph, CUstream stream) {
     return code_of(graph_launch(graph, stream));
 }
 
+// --- green contexts
+
+CUresult cuDeviceGetDevResource(CUdevice device, CUdevResource* out, int type) {
+    ENTER("cuDeviceGetDevResource", "device=%d type=%d", device, type);
+    if (!known(device)) return 101;
+    if (type != MULTIPROCESSORS) return RESOURCE_TYPE;
+    *out = resource(device, 0, static_cast<unsigned int>(number("CORES", 4)), true);
+    return 0;
+}
+
+CUresult cuDevSmResourceSplitByCount(CUdevResource* result, unsigned int* groups, const CUdevResource* input,
+                                     CUdevResource* remaining, unsigned int flags, unsigned int least) {
+    ENTER("cuDevSmResourceSplitByCount", "groups=%u flags=%u least=%u", *groups, flags, least);
+    if (!is_resource(input)) return RESOURCE_TYPE;
+    if (flags || *groups != 1 || least > input->smCount) return INVALID_VALUE;
+    const auto [fewest, step] = steps();
+    const unsigned int count = std::max(fewest, (least + step - 1) / step * step);
+    if (!input->whole || count > input->smCount) return RESOURCE_CONFIGURATION;
+    const auto first = static_cast<unsigned int>(input->first);
+    *result = resource(input->device, first, count, false);
+    *remaining = count < input->smCount ? resource(input->device, first + count, input->smCount - count, false)
+                                        : CUdevResource{};
+    return 0;
+}
+
+// A descriptor is never given back to the driver: there is no call for it.
+CUresult cuDevResourceGenerateDesc(CUgreenCtx* out, CUdevResource* resources, unsigned int count) {
+    ENTER("cuDevResourceGenerateDesc", "count=%u", count);
+    if (count != 1) return INVALID_VALUE;
+    if (!is_resource(resources)) return RESOURCE_TYPE;
+    static std::vector<std::unique_ptr<Green>> made;
+    std::lock_guard lock(green_lock);
+    const auto first = static_cast<unsigned int>(resources->first);
+    made.push_back(std::make_unique<Green>(Green{resources->device, first, resources->smCount}));
+    *out = made.back().get();
+    return 0;
+}
+
+CUresult cuGreenCtxCreate(CUgreenCtx* out, CUgreenCtx described, CUdevice device, unsigned int flags) {
+    ENTER("cuGreenCtxCreate", "device=%d first=%u count=%u flags=%u", device, described->first, described->count,
+          flags);
+    if (flags != 1 || described->device != device) return INVALID_VALUE;
+    std::lock_guard lock(green_lock);
+    *out = *greens.insert(new Green(*described)).first;
+    return 0;
+}
+
+// Whatever context is current, the stream is on the device of this one.
+CUresult cuGreenCtxStreamCreate(CUstream* out, CUgreenCtx context, unsigned int flags, int priority) {
+    ENTER("cuGreenCtxStreamCreate", "first=%u flags=%u priority=%d", context->first, flags, priority);
+    std::lock_guard lock(green_lock);
+    if (!greens.count(context)) return CONTEXT_DESTROYED;
+    if (flags != 1) return INVALID_VALUE;
+    const int before = current_device();
+    use_device(context->device);
+    const Result result = stream_create(out, priority);
+    use_device(before);
+    if (result == Result::success) green_streams[*out] = context;
+    return code_of(result);
+}
+
+// Its memory stays: a stream of it may still name it.
+CUresult cuGreenCtxDestroy(CUgreenCtx context) {
+    ENTER("cuGreenCtxDestroy", "context=%p", static_cast<void*>(context));
+    std::lock_guard lock(green_lock);
+    return greens.erase(context) ? 0 : CONTEXT_DESTROYED;
+}
+
+int standin_green_contexts() {
+    std::lock_guard lock(green_lock);
+    return static_cast<int>(greens.size());
+}
+
+int standin_green_streams() {
+    std::lock_guard lock(green_lock);
+    return static_cast<int>(green_streams.size());
+}
+
+// For tests that lose streams on purpose: forgets those whose context is gone.
+void standin_forget() {
+    std::lock_guard lock(green_lock);
+    for (auto at = green_streams.begin(); at != green_streams.end();)
+        at = greens.count(at->second) ? std::next(at) : green_streams.erase(at);
+}
+
 // --- what is only looked for, never called
 
 static CUresult never() { return 999; }
@@ -589,7 +741,12 @@ CUresult cuGetProcAddress_v2(const char* symbol, void** out, int asked, unsigned
         ENTRY(cuGraphDestroy, 10000, cuGraphDestroy),
         ENTRY(cuGraphExecDestroy, 10000, cuGraphExecDestroy),
         ENTRY(cuGraphLaunch, 10000, cuGraphLaunch),
-        ENTRY(cuGreenCtxCreate, 12040, never),
+        ENTRY(cuDeviceGetDevResource, 12040, cuDeviceGetDevResource),
+        ENTRY(cuDevSmResourceSplitByCount, 12040, cuDevSmResourceSplitByCount),
+        ENTRY(cuDevResourceGenerateDesc, 12040, cuDevResourceGenerateDesc),
+        ENTRY(cuGreenCtxCreate, 12040, cuGreenCtxCreate),
+        ENTRY(cuGreenCtxDestroy, 12040, cuGreenCtxDestroy),
+        ENTRY(cuGreenCtxStreamCreate, 12050, cuGreenCtxStreamCreate),
     };
     *out = nullptr, *status = 1;
     if (flags || asked > version()) return INVALID_VALUE;

@@ -1,13 +1,17 @@
 // A stand-in for libamdhip64: the published calls that hip.py makes, on the software device.
 //
 // VERSION (71400000) decides what batched copies take, as in the real runtime. STREAM_WAIT=0: no stream waits.
-// RANGES=0: the runtime does not tell the range of host memory. More than 8192 entries in a batch are a fault: where
+// CORES: compute units (304); XCDS: dies that they are on (8). A mask that leaves one of them without a unit hangs the
+// real queue; this one refuses it. RANGES=0: the runtime does not tell the range of host memory. More than 8192 entries in a batch are a fault: where
 // the real runtime dies, this one returns hipErrorIllegalAddress and records it.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
+#include <mutex>
 #include <new>
+#include <set>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -84,6 +88,9 @@ int done(Result result) { return done(code_of(result)); }
 long version() { return standin::number("VERSION", 71400000); }
 
 bool known(int device) { return device >= 0 && device < standin::num_devices(); }
+
+std::mutex masked_lock;
+std::set<standin::Stream*> masked;  // streams that live and have a mask
 
 // An HSA signal as amd_hsa_signal.h lays it out; hsa.cpp knows it by `mark`.
 struct alignas(64) Signal {
@@ -198,6 +205,12 @@ int hipSetDevice(int device) {
     return done(standin::use_device(device));
 }
 
+int hipGetDevice(int* out) {
+    ENTER();
+    *out = standin::current_device();
+    return 0;
+}
+
 int hipDeviceGetName(char* out, int size, int device) {
     ENTER("device=%d", device);
     if (!known(device)) return done(101);
@@ -223,7 +236,7 @@ int hipDeviceGetAttribute(int* out, int attribute, int device) {
     ENTER("attribute=%d", attribute);
     if (!known(device)) return done(101);
     if (attribute == 63)
-        *out = 304;
+        *out = static_cast<int>(standin::number("CORES", 304));
     else if (attribute == 10013)
         *out = static_cast<int>(standin::number("STREAM_WAIT", 1));
     else
@@ -251,9 +264,30 @@ int hipStreamCreateWithPriority(Stream** out, unsigned flags, int priority) {
     return done(standin::stream_create(out, priority));
 }
 
+// Neither flags nor a priority: the real one makes a stream that synchronises with the default one.
 int hipExtStreamCreateWithCUMask(Stream** out, uint32_t size, const uint32_t* mask) {
-    ENTER("size=%u first=%#x", size, size ? mask[0] : 0);
-    return size ? done(standin::stream_create(out)) : done(invalid_value);
+    std::string words;
+    for (uint32_t i = 0; i < size; i++) {
+        char word[12];
+        snprintf(word, sizeof word, "%s%#x", i ? "," : "", mask[i]);
+        words += word;
+    }
+    ENTER("device=%d mask=%s", standin::current_device(), words.c_str());
+    const auto units = static_cast<uint32_t>(standin::number("CORES", 304));
+    const auto dies = static_cast<uint32_t>(standin::number("XCDS", 8));
+    std::set<uint32_t> used;
+    for (uint32_t i = 0; i < std::min(units, 32 * size); i++)
+        if (mask[i / 32] >> i % 32 & 1) used.insert(i % dies);
+    if (used.size() < dies) return done(invalid_value);
+    const Result result = standin::stream_create(out);
+    std::lock_guard lock(masked_lock);
+    if (result == Result::success) masked.insert(*out);
+    return done(result);
+}
+
+int standin_masked_streams() {
+    std::lock_guard lock(masked_lock);
+    return static_cast<int>(masked.size());
 }
 
 int hipDeviceGetStreamPriorityRange(int* least, int* greatest) {
@@ -264,6 +298,10 @@ int hipDeviceGetStreamPriorityRange(int* least, int* greatest) {
 
 int hipStreamDestroy(Stream* stream) {
     ENTER();
+    {
+        std::lock_guard lock(masked_lock);
+        masked.erase(stream);
+    }
     return done(standin::stream_destroy(stream));
 }
 

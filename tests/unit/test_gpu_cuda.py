@@ -225,7 +225,7 @@ class TestDevices:
 
     @pytest.mark.parametrize(
         ("version", "batched", "partition"),
-        [(12000, False, False), (12070, False, True), (12080, True, True), (13000, True, True)],
+        [(12000, False, False), (12040, False, False), (12050, False, True), (12080, True, True), (13000, True, True)],
     )
     def test_capabilities(self, control: Control, version: int, batched: bool, partition: bool) -> None:
         control.reset()

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from dovetail import env
 from dovetail.errors import NotSupported
 from dovetail.hw.capabilities import Capabilities
-from dovetail.hw.gpu.cuda_calls import ANSWERS, CALLS, IpcHandle, P
-from dovetail.hw.gpu.driver import WAIT, WRITE, DriverError, EngineQueues, Kind, Memory, SourceOrder, Words
+from dovetail.hw.gpu.cuda_calls import ANSWERS, CALLS, GREEN, IpcHandle, P
+from dovetail.hw.gpu.driver import WAIT, WRITE, DriverError, EngineQueues, Kind, Memory, Share, SourceOrder, Words
+from dovetail.hw.gpu.green import Green
 from dovetail.hw.gpu.library import Function, Library
 from dovetail.plan.step import Op
 
@@ -38,7 +39,7 @@ MOST_PITCH = (1 << 31) - 1
 _INVALID_VALUE, _NOT_READY, _PEER_ALREADY_ENABLED = 1, 600, 704
 
 # CUdevice_attribute.
-_MULTIPROCESSORS, _VMM, _STREAM_WORDS_64, _IPC = 16, 102, 122, 125
+_MULTIPROCESSORS, _CAPABILITY_MAJOR, _VMM, _STREAM_WORDS_64, _IPC = 16, 75, 102, 122, 125
 
 _UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the driver finds out from the address
 _RELAXED = 2  # a mode of captures, as _THREAD_LOCAL is
@@ -118,6 +119,7 @@ class CudaDriver:
         self._query = self._call.cuEventQuery  # asked in a loop
         self._contexts: dict[int, int] = {}
         self._capabilities: dict[int, Capabilities] = {}
+        self._green: Green | None = None  # made when a share is first asked for
         # Streams of ours, and those of them that cannot be in a capture: neither begun nor joined through an event
         # since we last asked.
         self._streams: set[int] = set()
@@ -169,6 +171,25 @@ class CudaDriver:
     def num_multiprocessors(self, device: int) -> int:
         return self._attribute(_MULTIPROCESSORS, device)
 
+    def core_step(self, device: int) -> int:
+        return self._cuts().step(self._device(device), self._attribute(_CAPABILITY_MAJOR, device))
+
+    def split_cores(self, device: int, number: int) -> tuple[Share, Share]:
+        green = self._cuts()
+        self._context(device)  # a green context would make a primary one, and unmake it with its last share
+        return green.split(self._device(device), self._attribute(_CAPABILITY_MAJOR, device), number)
+
+    def _cuts(self) -> Green:
+        if self._green is None:
+            lacks = [symbol for symbol, (version, _) in GREEN.items() if not self._address(symbol, version)]
+            if lacks:
+                raise NotSupported(
+                    f"CUDA {self.version} has no {lacks[0]}; 12050 and later can split the multiprocessors"
+                )
+            calls = {s: self._library.at(self._address(s, v), s, *a) for s, (v, a) in GREEN.items()}
+            self._green = Green(SimpleNamespace(**calls), self.version, self._own, self.stream_destroy)
+        return self._green
+
     def capabilities(self, device: int) -> Capabilities:
         found = self._capabilities.get(device)
         if found is None:
@@ -191,7 +212,7 @@ class CudaDriver:
             stream_gates=bool(self._attribute(_STREAM_WORDS_64, device)),
             ipc=bool(self._attribute(_IPC, device)),
             vmm=bool(self._attribute(_VMM, device)),
-            partition=bool(self._address("cuGreenCtxCreate", 12040)),
+            partition=all(self._address(symbol, version) for symbol, (version, _) in GREEN.items()),
         )
 
     def can_reach(self, device: int, peer: int) -> bool:
@@ -215,7 +236,10 @@ class CudaDriver:
     # --- streams and events
 
     def stream_create(self, *, priority: int = 0) -> int:
-        stream = self._handle("cuStreamCreateWithPriority", _NON_BLOCKING, priority)
+        return self._own(self._handle("cuStreamCreateWithPriority", _NON_BLOCKING, priority))
+
+    def _own(self, stream: int) -> int:
+        """Notes a fresh stream as ours."""
         self._streams.add(stream)
         self._plain.add(stream)
         return stream

@@ -62,6 +62,16 @@ CALLS: dict[str, tuple[int, tuple[Any, ...]]] = {
     "cuGraphLaunch": (10000, (P, P)),
 }
 
+#: Green contexts, which older drivers lack; all of them or none are used.
+GREEN: dict[str, tuple[int, tuple[Any, ...]]] = {
+    "cuDeviceGetDevResource": (12040, (c_int, P, c_int)),
+    "cuDevSmResourceSplitByCount": (12040, (P, P, P, P, c_uint, c_uint)),
+    "cuDevResourceGenerateDesc": (12040, (P, P, c_uint)),
+    "cuGreenCtxCreate": (12040, (P, P, c_int, c_uint)),
+    "cuGreenCtxDestroy": (12040, (P,)),
+    "cuGreenCtxStreamCreate": (12050, (P, P, c_uint, c_int)),
+}
+
 #: Calls that answer with a code: not ready, already enabled, not ours.
 ANSWERS: dict[str, tuple[int, tuple[Any, ...]]] = {
     "cuStreamQuery": (2000, (P,)),

@@ -72,6 +72,25 @@ class EngineQueues(Protocol):
     def close(self) -> None: ...
 
 
+class Share(Protocol):
+    """Some multiprocessors (compute units) of a GPU, for kernels that must leave the others alone."""
+
+    @property
+    def num_cores(self) -> int:
+        """How many it really has."""
+
+    def stream(self, *, priority: int = 0) -> int:
+        """A new stream whose kernels run on this share only, its own until `close`. Copies run on it as on any other.
+
+        Work goes to it as to a stream of `stream_create`, events order both. On CUDA it does not synchronise with the
+        legacy default stream; on HIP it does, and any priority but 0 is `NotSupported`.
+        """
+
+    def close(self) -> None:
+        """Destroys its streams and gives the multiprocessors back. Waits for nothing: its work is over, or the
+        caller waits for it first. Safe to call twice."""
+
+
 class Driver(Protocol):
     """What the executor asks of a GPU driver. Methods act on the device that is current in the calling thread."""
 
@@ -96,6 +115,19 @@ class Driver(Protocol):
         """16 bytes, the same in every process."""
 
     def num_multiprocessors(self, device: int) -> int: ...
+    def core_step(self, device: int) -> int:
+        """Shares come in multiples of so many multiprocessors. `NotSupported` unless `capabilities().partition`."""
+
+    def split_cores(self, device: int, number: int) -> tuple[Share, Share]:
+        """Two shares of the multiprocessors that have none in common: at least `number` of them, rounded up to what
+        the hardware can cut, and all others.
+
+        Raises:
+            ValueError: `number` is below 1, or leaves too little for the second share. Nothing was made.
+            NotSupported: the driver, or a GPU as small as this one, can't split.
+            DriverError: the driver refused; what was made is gone again.
+        """
+
     def capabilities(self, device: int) -> Capabilities: ...
     def can_reach(self, device: int, peer: int) -> bool:
         """True if `device` can access the memory of `peer` directly."""

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from dovetail import env
 from dovetail.errors import NotSupported
 from dovetail.hw.capabilities import Capabilities
-from dovetail.hw.gpu.driver import WAIT, DriverError, EngineQueues, Kind, Memory, SourceOrder, Words
+from dovetail.hw.gpu.driver import WAIT, DriverError, EngineQueues, Kind, Memory, Share, SourceOrder, Words
 from dovetail.hw.gpu.library import Function, Library
+from dovetail.hw.gpu.partition import StreamShare, mask_words, rounded
 from dovetail.plan.step import Op
 
 if TYPE_CHECKING:
@@ -30,6 +31,11 @@ if TYPE_CHECKING:
 BATCH, BATCH_ATTRIBUTES, BATCH_ENGINE = 70_100_000, 71_300_000, 71_400_000
 #: Entries of a batched copy; with more the runtime faults.
 MOST_BATCHED = 8192
+#: Compute units of a share come in eights: the mask's bits go round the XCDs of a GPU (bit i is on XCD i % 8 of an
+#: MI300X), then round the shader engines of each, as the kernel driver maps them (mqd_symmetrically_map_cu_mask). So
+#: eight neighbouring bits are one unit of every XCD. An XCD without a unit would hang the queue: workgroups are dealt
+#: to all of them in turn. A run of bits keeps the shares even over the XCDs, and a multiple of 32 over the engines.
+CORE_STEP = 8
 #: Pitches above this are outside of what a 2-D copy is specified for.
 MOST_PITCH = 2**31 - 1
 
@@ -182,6 +188,36 @@ class HipDriver:
 
     def num_multiprocessors(self, device: int) -> int:
         return int(_out(self._attribute, c_int(), _ATTRIBUTE_MULTIPROCESSORS, device))
+
+    def core_step(self, device: int) -> int:
+        self._need_masks()
+        return CORE_STEP
+
+    def split_cores(self, device: int, number: int) -> tuple[Share, Share]:
+        self._need_masks()
+        total = self.num_multiprocessors(device)
+        taken = rounded(number, total, least=CORE_STEP, step=CORE_STEP, least_rest=CORE_STEP)
+        return self._masked_share(device, 0, taken, total), self._masked_share(device, taken, total, total)
+
+    def _need_masks(self) -> None:
+        if not self._library.has("hipExtStreamCreateWithCUMask"):
+            raise NotSupported(f"HIP {self.version} has no hipExtStreamCreateWithCUMask to reserve compute units with")
+
+    def _masked_share(self, device: int, first: int, end: int, total: int) -> StreamShare:
+        """The compute units `first` to `end` of `total`."""
+        mask = mask_words(first, end, total)
+
+        def create(priority: int) -> int:
+            if priority:
+                raise NotSupported(f"HIP gives streams with a mask of compute units no priority; 0, not {priority}")
+            before = int(_out(self._library.function("hipGetDevice", POINTER(c_int)), c_int()))
+            self.use(device)
+            try:
+                return self.stream_create_masked(mask)
+            finally:
+                self.use(before)
+
+        return StreamShare(end - first, create, self.stream_destroy)
 
     def capabilities(self, device: int) -> Capabilities:
         return Capabilities(
