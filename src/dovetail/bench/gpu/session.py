@@ -70,6 +70,7 @@ class Session:
         self.device = Device(backend)
         self._heaps: list[Heap] = []
         self._streams: list[int] = []
+        self._urgent: list[int] = []
         self.pinned_bytes = 0
         self._open = True
 
@@ -98,6 +99,12 @@ class Session:
             self._streams.append(self.driver.stream_create())
         return self._streams[:number]
 
+    def urgent(self) -> int:
+        """A stream of the greatest priority, the same one each time."""
+        if not self._urgent:
+            self._urgent.append(self.driver.stream_create(priority=min(self.driver.stream_priorities())))
+        return self._urgent[0]
+
     def synchronize(self) -> None:
         """Waits until torch's part of the GPU has nothing left to do."""
         if self.has_torch:
@@ -117,15 +124,15 @@ class Session:
         if not self._open:
             return
         with contextlib.suppress(DovetailError):  # closing after an error of the GPU: nothing more to wait for
-            for stream in {*self.device.streams(MOST_GATED_STREAMS), *self._streams}:
+            for stream in {*self.device.streams(MOST_GATED_STREAMS), *self._streams, *self._urgent}:
                 self.driver.stream_synchronize(stream)
             self.synchronize()
-            for stream in self._streams:
+            for stream in (*self._streams, *self._urgent):
                 self.driver.stream_destroy(stream)
         for heap in self._heaps:
             heap.close()
         self.device.close()
-        self._heaps, self._streams, self._open = [], [], False
+        self._heaps, self._streams, self._urgent, self._open = [], [], [], False
 
     def __enter__(self) -> Self:
         return self

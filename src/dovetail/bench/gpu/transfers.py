@@ -1,30 +1,30 @@
 """Transfers between a GPU and host memory, both ways at once, that a stream can be given: by engines or by kernels.
 
 Owns who moves the bytes. A transfer begins after what is in the stream and the stream goes on after it. The kernel
-(`hw/gpu/kernels/copy.py`) moves as many bytes as the collective in two contiguous pieces, the easier job.
+(`hw/gpu/cores.py`) moves as many bytes as the collective in two contiguous pieces, the easier job.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
+
+import numpy as np
 
 from dovetail.bench.gpu.collectives import check_one
 from dovetail.bench.gpu.contenders import PLAIN, Contender
-from dovetail.bench.gpu.peers import Pair, Peers
+from dovetail.bench.gpu.peers import Peers
 from dovetail.bench.gpu.plans import crossing_plan, streams_of
 from dovetail.bench.gpu.session import Session
 from dovetail.errors import NotSupported
+from dovetail.hw.gpu.cores import copier
 from dovetail.hw.gpu.local import LocalRunner
 
 PROGRAMS = (8, 16, 32)
-"""Programs of the copy kernel, half of them for each direction; each takes about a multiprocessor."""
+"""Programs of the copy kernel; each takes about a multiprocessor."""
 VARIANT = "pcpy"
-_VECTOR_BYTES = 16
-_BLOCK, _NUM_WARPS = 512, 8
 
 
 class Waits(Protocol):
@@ -74,40 +74,22 @@ def by_engines(session: Session, peers: Peers) -> Iterator[Transfer]:
 
 
 def by_kernel(session: Session, peers: Peers, programs: int) -> Transfer:
-    """The same bytes by a Triton kernel per direction, each with half of the programs, in a stream of high priority.
+    """The same bytes by a kernel of so many programs, both directions at once, in a stream of high priority.
 
     Raises `NotSupported` without Triton or a GPU that torch sees.
     """
     if not session.has_torch:
         raise NotSupported("the copy kernel needs a GPU that torch sees")
-    if importlib.util.find_spec("triton") is None:
-        raise NotSupported("the copy kernel needs Triton, which is not installed: pip install triton")
-    if programs < 2 or programs % 2 or peers.crossing_bytes % _VECTOR_BYTES:
-        raise ValueError(
-            f"a copy kernel each way takes an even number of programs and whole {_VECTOR_BYTES} bytes, "
-            f"got {programs} and {peers.crossing_bytes}"
-        )
-    import torch
-
-    from dovetail.hw.gpu.kernels.copy import copy_kernel
-
-    cuda: Any = torch.cuda
-    kernel: Any = copy_kernel
-    here, beside = cuda.Stream(priority=-1), cuda.Stream(priority=-1)
-    vectors = peers.crossing_bytes // _VECTOR_BYTES
-
-    def copy(pair: Pair, stream: Any) -> None:
-        with cuda.stream(stream):
-            dst, src = (tensor.data_ptr() for tensor in pair)
-            kernel[(programs // 2,)](dst, src, vectors, BLOCK=_BLOCK, num_warps=_NUM_WARPS)
+    pairs, driver = (peers.plain_in, peers.plain_out), session.driver
+    high = session.urgent()
+    dst, src = (np.array([getattr(pair, side).data_ptr() for pair in pairs], np.int64) for side in ("dst", "src"))
+    size = np.full(len(pairs), peers.crossing_bytes, np.int64)
+    copy = copier(driver, programs).prepare(dst, src, size, high)
 
     def launch(raw: int) -> None:
-        given = cuda.ExternalStream(raw)
-        for stream, pair in ((here, peers.plain_in), (beside, peers.plain_out)):
-            stream.wait_stream(given)
-            copy(pair, stream)
-        given.wait_stream(here)
-        given.wait_stream(beside)
+        session.device.order(raw, high)
+        copy()
+        session.device.order(high, raw)
 
     def once() -> None:
         (raw,) = session.streams(1)

@@ -36,6 +36,13 @@ class Reducing(Protocol):
         """dst = op over the sources, in their order."""
 
 
+class Copying(Protocol):
+    """Who copies, if not the driver: a kernel of ours."""
+
+    def prepare(self, dst: Ints, src: Ints, size: Ints, stream: int) -> Callable[[], None]:
+        """Copies in no order, to be launched again and again."""
+
+
 #: Entries of one batched copy: the best over 2 to 64 KB and both directions on an H200 (docs/design/hw-gpu.md).
 ENTRIES_PER_CALL = 128
 
@@ -97,12 +104,14 @@ class Binder:
         entries_per_call: int = ENTRIES_PER_CALL,
         most_batched: int = 0,
         engines_of: int | None = None,
+        copier: Copying | None = None,
     ) -> None:
-        """`engines_of`: the device whose engines are chosen here, one for each queue of the plan."""
+        """`engines_of`: the device whose engines are chosen here, one for each queue of the plan; `copier`: no engine
+        takes part."""
         self.program, self.driver, self.reducer = program, driver, reducer
         self.streams, self.events, self.stamps = streams, events, stamps
         self.entries = min(entries_per_call, most_batched)  # 0: no batches
-        self.engines_of = engines_of
+        self.engines_of, self.copier = engines_of, copier
 
     def bind(
         self,
@@ -205,7 +214,7 @@ class Binder:
         src, dst = self._address(block, rows, "src", length), self._address(block, rows, "dst", length)
         moves = (length > 0) & (src != dst)
         self._count(rows[moves], length[moves])
-        if self.engines_of is None:
+        if self.engines_of is None or self.copier is not None:
             self._linear(src[moves], dst[moves], length[moves], stream)
         else:
             self._on_engines(src[moves], dst[moves], length[moves], rows["flags"][moves], stream)
@@ -246,6 +255,9 @@ class Binder:
         src, dst, length = cut(src, dst, length, self.boundaries)
         self.num_copies += len(src)
         for begin, end in independent(src, dst, length):
+            if self.copier is not None:
+                self.calls.append(self.copier.prepare(dst[begin:end], src[begin:end], length[begin:end], stream))
+                continue
             single = np.ones(end - begin, bool)
             for first, last in progressions(src[begin:end], dst[begin:end], length[begin:end]):
                 a, b = begin + first, begin + last
@@ -288,7 +300,8 @@ class Binder:
                 np.searchsorted(self.boundaries, at, "right") < np.searchsorted(self.boundaries, at + span)
                 for at, span in ((a, int(spans[0][k])), (b, int(spans[1][k])))
             )
-            if inside or min(pitches) < w:  # cut rows one by one; rows that overlap are copied in their order
+            if self.copier is not None or inside or min(pitches) < w:
+                # Rows one by one; those that overlap are copied in their order.
                 each = np.arange(n, dtype=np.int64)
                 self._linear(a + each * pitches[0], b + each * pitches[1], np.full(n, w, np.int64), stream)
                 continue

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dovetail.errors import DovetailError, HardwareError, NotSupported
-from dovetail.hw.gpu.bind import ENTRIES_PER_CALL, Binder, Place, Script
+from dovetail.hw.gpu.bind import ENTRIES_PER_CALL, Binder, Copying, Place, Script
 from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.program import Program, Work
 from dovetail.hw.gpu.ticket import GpuTicket, OutsideWait, Peers, RunInfo
@@ -49,12 +49,15 @@ class Execution:
         *,
         timeout_s: float,
         entries_per_call: int = ENTRIES_PER_CALL,
+        copier: Copying | None = None,
+        streams: Sequence[int] | None = None,
     ) -> None:
+        """`copier` copies instead of engines. `streams`: the caller's, to run in; by default the device's own."""
         self.device, self.program, self.words, self.timeout_s = device, program, words, timeout_s
         if program.waits_outside and not device.caps.stream_gates:
             raise NotSupported(f"{device.name} has no stream memory operations: plans that wait for others can't run")
         plan, steps, driver = program.plan, program.steps, device.driver
-        self._entries = entries_per_call
+        self._entries, self._copier, self._streams = entries_per_call, copier, streams
         self._has_gate = any(s.kind is SignalKind.GATE for s in plan.signals)
         self._events = [driver.event_create() for _ in range(program.num_events)]
         self._ends = [driver.event_create() for _ in range(program.num_streams)]
@@ -97,7 +100,7 @@ class Execution:
         if found is not None and found.generation == device.generation and not gated:
             return found
         number = self.program.num_streams
-        streams = armed or (device.arm(number, self.timeout_s) if gated else device.streams(number))
+        streams = armed or self._take(number, gated)
         try:
             made = self._prepare(streams, places)
         except BaseException:
@@ -110,13 +113,21 @@ class Execution:
             self._bound[key] = made
         return made
 
+    def _take(self, number: int, gated: bool) -> list[int]:
+        if self._streams is None:
+            return self.device.arm(number, self.timeout_s) if gated else self.device.streams(number)
+        if gated or len(self._streams) < number:
+            given = f"{len(self._streams)} streams of the caller"
+            raise NotSupported(f"plan {self.program.plan.name}: {given} serve no gate and at most as many streams")
+        return list(self._streams[:number])
+
     def _prepare(self, streams: list[int], places: Callable[[], Where]) -> Prepared:
         device = self.device
         binder = Binder(
             self.program, device.driver, device.reducer if self._reduces else None, streams=streams,
             events=self._events, stamps=self._stamps, entries_per_call=self._entries,
             most_batched=device.caps.most_batched if device.caps.batched_copy else 0,
-            engines_of=device.index if device.caps.engine_choice else None,
+            engines_of=device.index if device.caps.engine_choice else None, copier=self._copier,
         )  # fmt: skip
         where, params, boundaries = places()
         script = binder.bind(where, params, self.words.address, boundaries)

@@ -7,7 +7,7 @@ here one process drives every rank's queues, so signals become the order of stre
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 from dovetail import env
 from dovetail.errors import NotSupported, PlanError
 from dovetail.hw.gpu.bind import ENTRIES_PER_CALL, Place
+from dovetail.hw.gpu.cores import copier
 from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.driver import Kind
 from dovetail.hw.gpu.execution import Execution, Where
@@ -57,7 +58,15 @@ class LocalRunner:
         most_streams: int = 2,
         timeout_s: float | None = None,
         entries_per_call: int = ENTRIES_PER_CALL,
+        cores: int = 0,
+        streams: Sequence[int] | None = None,
     ) -> None:
+        """A plan, to be bound to buffers.
+
+        Args:
+            cores: copies are done by a kernel of so many programs; 0: by engines.
+            streams: the caller's, to run in; by default the device's own.
+        """
         if not 1 <= most_streams <= MOST_GATED_STREAMS:
             raise NotSupported(f"a process has 1 to {MOST_GATED_STREAMS} streams for plans, not {most_streams}")
         if plan.params:
@@ -66,7 +75,7 @@ class LocalRunner:
         if env.check():
             check(plan, runs=2)
         device.enter()
-        self.device, self.plan = device, plan
+        self.device, self.plan, self._by_cores = device, plan, bool(cores)
         lanes = by_direction(host_ranks, most_streams)
         program = compile_plan(plan, range(plan.world), device.caps, most_streams=most_streams, lane_of=lanes)
         self.program = program
@@ -75,7 +84,10 @@ class LocalRunner:
         self._scratch = self._make_scratch(program.plan, host_ranks)
         self._names = {b.name: n for n, b in enumerate(program.plan.buffers)}
         limit_s = env.timeout_s() if timeout_s is None else timeout_s
-        self._execution = Execution(device, program, words, timeout_s=limit_s, entries_per_call=entries_per_call)
+        self._execution = Execution(
+            device, program, words, timeout_s=limit_s, entries_per_call=entries_per_call, streams=streams,
+            copier=copier(device.driver, cores) if cores else None,
+        )  # fmt: skip
 
     def _make_scratch(self, plan: Plan, host_ranks: frozenset[int]) -> dict[tuple[int, int], Place]:
         made = {}
@@ -145,7 +157,7 @@ class LocalRunner:
             host[r, n] = p.kind is not Kind.DEVICE
         moves = self.program.steps[st.among(self.program.steps["op"], st.MOVES)]
         both = host[moves["src_rank"], moves["src_buffer"]] & host[moves["dst_rank"], moves["dst_buffer"]]
-        if (both & (moves["num_sources"] == 0) & (moves["length"] > 0)).any():
+        if not self._by_cores and (both & (moves["num_sources"] == 0) & (moves["length"] > 0)).any():
             raise NotSupported(
                 f"plan {self.plan.name} moves bytes from host memory to host memory, which no engine of a GPU does: "
                 "keep what crosses the link (dovetail.plan.passes.crossing), or run it on the CPU"
