@@ -1,0 +1,83 @@
+"""A collective of a group as a communication: asynchronous by our engines, or by cores on the calling thread.
+
+Owns nothing of the collective: it is called by its public name, with whatever arguments it takes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from dovetail import coll
+from dovetail.coll.arguments import backend_of
+from dovetail.coll.session import group_of
+from dovetail.overlap.tasks import Mover, Pending, Traffic
+
+_KINDS = {
+    "all_gather_into_tensor": "all_gather",
+    "all_to_all_single": "all_to_all",
+    "reduce_scatter_tensor": "reduce_scatter",
+}
+_REDUCES = ("all_reduce", "reduce_scatter")
+
+
+class Collective:
+    """`Collective(dovetail.all_gather_into_tensor, output, input, group=group)`, on a CPU or on GPUs."""
+
+    def __init__(self, function: Callable[..., Any], *tensors: Any, group: Any = None, **keywords: Any) -> None:
+        """Keywords go to the collective; `async_op` and `armed` are ours to choose.
+
+        Raises:
+            ValueError: not one of our collectives, or a keyword of those.
+        """
+        name = getattr(function, "__name__", "")
+        if getattr(coll, name, None) is not function:
+            raise ValueError(f"{function!r} is no collective of dovetail")
+        if wrong := {"async_op", "armed"} & set(keywords):
+            raise ValueError(f"{', '.join(sorted(wrong))}: whoever runs the communication chooses that")
+        self.group = group_of(group)
+        self._call = functools.partial(function, *tensors, group=group, **keywords)
+        given = [t for t in tensors if hasattr(t, "data_ptr")]
+        if not given:
+            raise ValueError(f"{name}: give it its tensors")
+        first = given[0]
+        kind = _KINDS.get(name, name)
+        on_gpu = first.device.type != "cpu"
+        size = max(int(t.nbytes) for t in given)
+        self.traffic = Traffic(
+            kind=kind, size_bytes=size, num_pieces=self.group.size, reduces=kind in _REDUCES, local=on_gpu
+        )  # fmt: skip
+        self.movers = frozenset({Mover.ENGINES}) if on_gpu else frozenset(Mover)
+        self._where = first.device
+        self.device = _device_of(self.group, first) if on_gpu else None
+
+    def start(self, mover: Mover, *, stream: int = 0, cores: int = 0) -> Pending | None:
+        """On a CPU engines begin and cores are done when this returns; on a GPU the stream goes on behind it."""
+        if self.device is None:
+            pending: Pending | None = self._call(async_op=mover is Mover.ENGINES)
+            return pending
+        import torch
+
+        cuda: Any = torch.cuda
+        with cuda.stream(cuda.ExternalStream(stream, device=self._where)):
+            work = self._call(async_op=True)
+            work.wait()
+        return _Synchronized(work)
+
+
+def _device_of(group: Any, tensor: Any) -> Any:
+    from dovetail.coll import gpu
+
+    return gpu.world_of(group.world, backend_of(tensor), tensor.device.index or 0).device
+
+
+class _Synchronized:
+    """A GPU's call, to be waited for by the host."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        """Blocks until the GPU is done with it."""
+        self._work.synchronize()

@@ -1,0 +1,165 @@
+"""Runs two on a CPU, by the same strategies: threads instead of streams, cores instead of multiprocessors.
+
+Owns the thread that communicates where cores move the bytes, and which cores each side may use. Engines are our
+software ones. A process may not raise its own priority, so `priority` is the launch order alone: the computation
+begins once the communication has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from dovetail.errors import NotSupported
+from dovetail.overlap.strategy import PARTITIONED, Setting, Strategy
+from dovetail.overlap.tasks import Communication, Computation, Launched, Mark, Mover, Pending, Side
+
+_URGENT = frozenset({Strategy.PRIORITY, Strategy.PRIORITY_PARTITION})
+
+
+class CpuPlace:
+    """The cores of this process. An owner: `close()`, or `with`."""
+
+    backend = "cpu"
+    core_step = 1
+
+    def __init__(self) -> None:
+        self._all = sorted(os.sched_getaffinity(0))
+        self.num_cores = len(self._all)
+        self._pool: ThreadPoolExecutor | None = None
+        self._worker = 0  # the pool's thread, as the kernel numbers it
+        self._apart = 0  # cores that the computation goes without just now
+        self._num_threads = 0
+
+    @property
+    def has_partition(self) -> bool:
+        """Are there cores to share out?"""
+        return self.num_cores > 1
+
+    def prepare(self, setting: Setting) -> None:
+        """What costs time when the setting changes: the thread, and which cores each may use."""
+        cores = setting.cores if setting.strategy in PARTITIONED else 0
+        if setting.strategy in PARTITIONED and not 1 <= cores < self.num_cores:
+            raise NotSupported(f"{setting}: {self.num_cores} cores can't be shared out so")
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, "dovetail overlap")
+            self._worker = self._pool.submit(threading.get_native_id).result()
+        if cores != self._apart:
+            self._share_out(cores)
+
+    def _share_out(self, cores: int) -> None:
+        """The last `cores` are for whoever communicates, the others for every other thread; 0: all for all."""
+        import torch
+
+        self._num_threads = self._num_threads or torch.get_num_threads()
+        rest = self._all[: self.num_cores - cores]
+        _bind(_threads() - {self._worker}, rest)
+        _bind([self._worker], self._all[-cores:] if cores else self._all)
+        torch.set_num_threads(min(self._num_threads, len(rest)) if cores else self._num_threads)
+        self._apart = cores
+
+    def launch(
+        self, compute: Computation, comm: Communication, setting: Setting, main: int = 0, mark: Mark | None = None
+    ) -> Launched:
+        """Both; they are over when this returns. `mark` is called when each has ended, from any thread."""
+        self.prepare(setting)
+        ended = mark or _nobody
+        if setting.strategy is Strategy.SERIAL:
+            value = compute()
+            ended(Side.COMPUTE, main)
+            _finish(comm.start(setting.moved_by, cores=setting.cores))
+            ended(Side.COMM, main)
+            return Launched(value)
+        wait = self._begin(comm, setting, ended)
+        try:
+            value = compute()
+            ended(Side.COMPUTE, main)
+        finally:
+            wait()
+        return Launched(value)
+
+    @contextlib.contextmanager
+    def beside(self, comm: Communication, setting: Setting, main: int = 0) -> Iterator[Launched]:
+        """The communication beside what is done inside; over at the end."""
+        self.prepare(setting)
+        if setting.strategy is Strategy.SERIAL:
+            yield Launched(None)
+            _finish(comm.start(setting.moved_by, cores=setting.cores))
+            return
+        wait = self._begin(comm, setting, _nobody)
+        try:
+            yield Launched(None)
+        finally:
+            wait()
+
+    def _begin(self, comm: Communication, setting: Setting, ended: Mark) -> Any:
+        """Starts the communication; returns what waits for it."""
+        if setting.moved_by is Mover.ENGINES:
+            pending = comm.start(Mover.ENGINES)
+            told = _tell(pending, ended)
+
+            def wait() -> None:
+                _finish(pending)
+                if not told:
+                    ended(Side.COMM, 0)
+
+            return wait
+        begun = threading.Event()
+
+        def communicate() -> None:
+            begun.set()
+            _finish(comm.start(Mover.CORES, cores=setting.cores))
+            ended(Side.COMM, 0)
+
+        assert self._pool is not None  # prepared
+        future = self._pool.submit(communicate)
+        if setting.strategy in _URGENT:
+            begun.wait()
+        return future.result
+
+    def close(self) -> None:
+        """Ends the thread; all cores are for all again. Safe to call twice."""
+        if self._apart:
+            self._share_out(0)
+        if self._pool is not None:
+            self._pool.shutdown()
+        self._pool = None
+
+    def __enter__(self) -> CpuPlace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _nobody(_side: Side, _stream: int) -> None:
+    """Nobody wants to know."""
+
+
+def _finish(pending: Pending | None) -> None:
+    if pending is not None:
+        pending.wait()
+
+
+def _tell(pending: Pending | None, ended: Mark) -> bool:
+    """Has the end told by whoever comes to it, if that can be; else it is seen when it is waited for."""
+    tell = getattr(pending, "add_done_callback", None)
+    if tell is None:
+        return False
+    tell(lambda _: ended(Side.COMM, 0))
+    return True
+
+
+def _threads() -> set[int]:
+    """Of this process, as the kernel numbers them."""
+    return {int(name) for name in os.listdir("/proc/self/task")}
+
+
+def _bind(threads: Iterable[int], cores: list[int]) -> None:
+    for thread in threads:
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(thread, cores)

@@ -1,0 +1,194 @@
+"""Runs two on one GPU, by any strategy: streams, priorities, shares of the multiprocessors.
+
+Owns the streams and the order: both begin behind what the caller's stream has been given, and what it is given later
+comes behind both. The computation stays in the caller's stream unless it is given a share of the multiprocessors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from dovetail.errors import NotSupported
+from dovetail.hw.gpu.device import Device
+from dovetail.hw.gpu.driver import Share
+from dovetail.overlap.strategy import COMMUNICATION_FIRST, PARTITIONED, Setting, Strategy
+from dovetail.overlap.tasks import Communication, Computation, Launched, Mark, Mover, Side
+
+_URGENT = frozenset({Strategy.PRIORITY, Strategy.PRIORITY_PARTITION})
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """The streams of a setting."""
+
+    compute: int  #: 0: the caller's
+    comm: int
+
+
+class GpuPlace:
+    """One GPU. An owner: `close()`, or `with`."""
+
+    def __init__(self, device: Device) -> None:
+        self.device, self._driver = device, device.driver
+        self.num_cores = device.driver.num_multiprocessors(device.index)
+        self.stream = 0  #: where a computation is to be launched: torch's current stream too, if torch sees the GPU
+        self._plain = self._driver.stream_create()
+        self._urgent = self._driver.stream_create(priority=min(self._driver.stream_priorities()))
+        self._shares: dict[int, tuple[Share, Share]] = {}
+        self._lanes: dict[Setting, Lanes] = {}
+        self._torch_streams: dict[int, Any] = {}
+
+    @property
+    def backend(self) -> str:
+        """ "cuda" or "hip"."""
+        return self._driver.name
+
+    @property
+    def has_partition(self) -> bool:
+        """Can its multiprocessors be shared out?"""
+        return self.device.caps.partition
+
+    @property
+    def core_step(self) -> int:
+        """The granularity of shares."""
+        return self._driver.core_step(self.device.index) if self.has_partition else 1
+
+    def prepare(self, setting: Setting) -> None:
+        """What costs time once. Raises `NotSupported` where the setting can't be."""
+        self.lanes(setting)
+
+    def lanes(self, setting: Setting) -> Lanes:
+        """The streams of a setting, made when first asked for. Raises `NotSupported` where there are no shares."""
+        found = self._lanes.get(setting)
+        if found is None:
+            found = self._lanes[setting] = self._made(setting)
+        return found
+
+    def _made(self, setting: Setting) -> Lanes:
+        strategy = setting.strategy
+        if strategy is Strategy.SERIAL:
+            return Lanes(0, 0)
+        if strategy not in PARTITIONED:
+            return Lanes(0, self._urgent if strategy in _URGENT else self._plain)
+        if not self.has_partition:
+            raise NotSupported(f"{self.device.name}: this driver can't share out multiprocessors, as {strategy} needs")
+        if setting.cores < 1:
+            raise ValueError(f"{strategy} needs a number of cores, of which the computation goes without")
+        small, large = self._split(setting.cores)
+        if setting.moved_by is Mover.ENGINES:
+            return Lanes(large.stream(), self._plain)
+        urgent = min(self._driver.stream_priorities()) if strategy in _URGENT else 0
+        return Lanes(large.stream(), small.stream(priority=urgent))
+
+    def _split(self, cores: int) -> tuple[Share, Share]:
+        if cores not in self._shares:
+            self.device.enter()
+            self._shares[cores] = self._driver.split_cores(self.device.index, cores)
+        return self._shares[cores]
+
+    def launch(
+        self, compute: Computation, comm: Communication, setting: Setting, main: int, mark: Mark | None = None
+    ) -> Launched:
+        """Both, behind what is in `main`; returns before they are done. `main` goes on behind both.
+
+        `mark` is called with the stream of each when all of it was launched, before anything else is.
+        """
+        lanes = self._lanes.get(setting) or self.lanes(setting)
+        there, here = lanes.comm or main, lanes.compute or main
+        mover, cores = setting.moved_by, setting.cores
+        if there == main:
+            value = self._compute(compute, here, main)
+            if mark:
+                mark(Side.COMPUTE, main)
+            pending = comm.start(mover, stream=main, cores=cores)
+            if mark:
+                mark(Side.COMM, main)
+            return Launched(value, pending)
+        order = self.device.order
+        order(main, there)
+        if here != main:
+            order(main, here)
+        try:
+            if setting.strategy in COMMUNICATION_FIRST:
+                pending = comm.start(mover, stream=there, cores=cores)
+                value = self._compute(compute, here, main)
+            else:
+                value = self._compute(compute, here, main)
+                pending = comm.start(mover, stream=there, cores=cores)
+            if mark:
+                mark(Side.COMPUTE, here)
+                mark(Side.COMM, there)
+        finally:  # whoever fails, the caller's stream comes behind what was begun
+            if here != main:
+                order(here, main)
+            order(there, main)
+        return Launched(value, pending)
+
+    @contextlib.contextmanager
+    def beside(self, comm: Communication, setting: Setting, main: int) -> Iterator[Launched]:
+        """The communication beside what is launched inside; `main` goes on behind both."""
+        lanes = self.lanes(setting)
+        there, here = lanes.comm or main, lanes.compute or main
+        mover, cores, launched = setting.moved_by, setting.cores, Launched(None)
+        if there == main:
+            self.stream = main
+            yield launched
+            launched.pending = comm.start(mover, stream=main, cores=cores)
+            return
+        order = self.device.order
+        order(main, there)
+        launched.pending = comm.start(mover, stream=there, cores=cores)
+        self.stream = here
+        try:
+            if here == main:
+                yield launched
+            else:
+                order(main, here)
+                with self.current(here):
+                    yield launched
+        finally:
+            if here != main:
+                order(here, main)
+            order(there, main)
+
+    def _compute(self, compute: Computation, stream: int, main: int) -> Any:
+        self.stream = stream
+        if stream == main:
+            return compute()
+        with self.current(stream):
+            return compute()
+
+    @contextlib.contextmanager
+    def current(self, stream: int) -> Iterator[None]:
+        """Makes a raw stream torch's current one, where torch sees the GPU."""
+        import torch
+
+        if not torch.cuda.is_available():
+            yield
+            return
+        cuda: Any = torch.cuda
+        if stream not in self._torch_streams:
+            self._torch_streams[stream] = cuda.ExternalStream(stream, device=self.device.index)
+        with cuda.stream(self._torch_streams[stream]):
+            yield
+
+    def close(self) -> None:
+        """Waits for the streams and gives them back. Safe to call twice."""
+        streams = [stream for stream in (self._plain, self._urgent) if stream]
+        for stream in streams:
+            self._driver.stream_synchronize(stream)
+            self._driver.stream_destroy(stream)
+        for shares in self._shares.values():
+            for share in shares:
+                share.close()
+        self._plain = self._urgent = 0
+        self._shares, self._lanes, self._torch_streams = {}, {}, {}
+
+    def __enter__(self) -> GpuPlace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,338 @@
+"""Runs a communication beside a computation, in the way that is fastest here; says which, and why.
+
+Owns the choice for each pair: first by the policy and what was measured on this machine (`dovetail tune --only
+overlap`), then by what the pair itself took. A pair that comes again is tried in the chosen way, one after the other
+and as plain streams, a few times each; the fastest is kept, so that nobody is slower for using this. Times come from
+events and are read when they are there: nothing is waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from dovetail import env
+from dovetail.errors import HardwareError, NotSupported
+from dovetail.hw.gpu import tensors
+from dovetail.hw.gpu.device import Device
+from dovetail.overlap import policy, tables
+from dovetail.overlap.cpu import CpuPlace
+from dovetail.overlap.gpu import GpuPlace
+from dovetail.overlap.strategy import AUTO, PARTITIONED, Setting, Strategy, named
+from dovetail.overlap.tables import Tables
+from dovetail.overlap.tasks import Communication, Computation, Load, Mover, Pending, Traffic, computation
+from dovetail.overlap.trials import ROUNDS, Trials
+
+logger = logging.getLogger(__name__)
+#: Pairs that are remembered.
+_MOST_PAIRS = 256
+_FORCED = "asked for"
+_MOST_CONTENDERS = 4
+ROUNDS_BEFORE_KEPT = ROUNDS * _MOST_CONTENDERS  #: runs of a pair after which it runs in the way that is kept
+
+Key = tuple[Load, Traffic]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of two that ran together. On a GPU the caller's stream goes on behind both."""
+
+    value: Any  #: what the computation returned
+    setting: Setting
+    reason: str
+    pending: Pending | None = None
+
+    @property
+    def strategy(self) -> Strategy:
+        """How they ran."""
+        return self.setting.strategy
+
+    def wait(self) -> Any:
+        """Blocks the host until the communication is over; raises its error. Returns `value`."""
+        if self.pending is not None:
+            self.pending.wait()
+        return self.value
+
+
+@dataclass(slots=True)
+class _Pair:
+    """What is known of two that belong together."""
+
+    trials: Trials
+    reason: str
+    waiting: deque[tuple[Setting, int, int]] = field(default_factory=deque)  #: events of runs that are not read yet
+
+    def decide(self, figures: list[float]) -> None:
+        """Keeps the fastest, or tries again."""
+        self.trials.decide(figures)
+        self.reason = f"{'tried again' if self.trials.is_trying else 'measured'}: {self.trials.why()}"
+
+
+class Runtime:
+    """Chooses and runs, on one GPU or on the CPU. An owner: `close()`, or `with`. Not for several threads at once."""
+
+    def __init__(self, device: Device | None = None, *, known: Tables | None = None) -> None:
+        """`known`: what was measured; by default this machine's profile."""
+        self.place: GpuPlace | CpuPlace = CpuPlace() if device is None else GpuPlace(device)
+        self._device = device
+        self._tables = known or tables.current(self.place.backend, device.name if device else "")
+        self._pairs: dict[Key, _Pair] = {}
+        self._settings: dict[tuple[frozenset[Mover], bool], tuple[Setting, ...]] = {}
+
+    def run(
+        self, compute: Computation | Callable[[], Any], comm: Communication, strategy: str = AUTO, *, cores: int = 0
+    ) -> Outcome:
+        """Both; see `dovetail.overlap.run`."""
+        task = computation(compute)
+        main = self._main()
+        if strategy != AUTO:
+            setting = self.forced(comm, strategy, cores)
+            launched = self.place.launch(task, comm, setting, main)
+            return Outcome(launched.value, setting, _FORCED, launched.pending)
+        pair = self._pairs.get((task.load, comm.traffic)) or self._new(task.load, comm)
+        setting = self._next(pair, comm)
+        if not pair.trials.wants_time:
+            launched = self.place.launch(task, comm, setting, main)
+        else:
+            begin = self._stamp(main)
+            launched = self.place.launch(task, comm, setting, main)
+            self._note(pair, setting, begin, self._stamp(main))
+        return Outcome(launched.value, setting, pair.reason, launched.pending)
+
+    @contextlib.contextmanager
+    def beside(self, comm: Communication, strategy: str = AUTO, *, cores: int = 0, name: str = "") -> Iterator[Outcome]:
+        """The communication beside what is launched inside; see `dovetail.overlap.beside`."""
+        main = self._main()
+        pair: _Pair | None = None
+        if strategy != AUTO:
+            setting, reason = self.forced(comm, strategy, cores), _FORCED
+        else:
+            load = Load(name=name)
+            pair = self._pairs.get((load, comm.traffic)) or self._new(load, comm)
+            setting, reason = self._next(pair, comm), pair.reason
+        outcome = Outcome(None, setting, reason)
+        begin = self._stamp(main) if pair is not None and pair.trials.wants_time else 0
+        with self.place.beside(comm, setting, main) as started:
+            yield outcome
+        outcome.pending = started.pending
+        if begin:
+            assert pair is not None
+            self._note(pair, setting, begin, self._stamp(main))
+
+    def forced(self, comm: Communication, strategy: str, cores: int = 0) -> Setting:
+        """The setting of a strategy that was asked for.
+
+        Raises:
+            ValueError: an unknown name, or a number of cores that there is not.
+            NotSupported: it can't run here.
+        """
+        wanted = named(strategy)
+        if wanted is Strategy.FUSED:
+            raise NotSupported("fused is for operators that have it: dovetail.ops")
+        if not 0 <= cores < self.place.num_cores:
+            raise ValueError(f"cores: {cores} of {self.place.num_cores} can't be given away")
+        if wanted in PARTITIONED:
+            if not self.place.has_partition:
+                raise NotSupported(f"{wanted}: the cores of this {self.place.backend} can't be shared out")
+            cores = cores or self.place.core_step
+        mover = Mover.ENGINES if Mover.ENGINES in comm.movers else Mover.CORES
+        setting = Setting(wanted, cores, mover if wanted is Strategy.SERIAL else Mover.CORES)
+        if setting.moved_by not in comm.movers:
+            raise NotSupported(f"{wanted}: this {comm.traffic.kind} can't be moved by {setting.moved_by}")
+        return setting
+
+    def explain(self, compute: Computation | Callable[[], Any] | None, comm: Communication) -> policy.Ranking:
+        """What `auto` would choose for a new pair, and why; nothing runs."""
+        load = Load() if compute is None else computation(compute).load
+        return self._ranking(load, comm)
+
+    # --- pairs
+
+    def _ranking(self, load: Load, comm: Communication) -> policy.Ranking:
+        return policy.choose(
+            comm.traffic, self._tables, self._available(comm), compute_us=policy.alone_us(load, self._tables),
+            bound=policy.bound_of(load, self._tables),
+        )  # fmt: skip
+
+    def _available(self, comm: Communication) -> tuple[Setting, ...]:
+        key = (comm.movers, comm.traffic.local)
+        if key not in self._settings:
+            place = self.place
+            self._settings[key] = policy.candidates(
+                comm.traffic, comm.movers, num_cores=place.num_cores, core_step=place.core_step,
+                has_partition=place.has_partition,
+            )  # fmt: skip
+        return self._settings[key]
+
+    def _new(self, load: Load, comm: Communication) -> _Pair:
+        ranking = self._ranking(load, comm)
+        if env.disable():
+            pair = _Pair(Trials([_baseline(ranking)]), "DOVETAIL_DISABLE is set")
+        else:
+            pair = _Pair(Trials([s for s in _contenders(ranking) if self._can(s)]), ranking.reason)
+        while len(self._pairs) >= _MOST_PAIRS:
+            self._pairs.pop(next(iter(self._pairs)))
+        self._pairs[load, comm.traffic] = pair
+        logger.info("%s beside %s: %s (%s)", comm.traffic.kind, load.name or "?", pair.trials.kept, pair.reason)
+        return pair
+
+    def _can(self, setting: Setting) -> bool:
+        if setting.strategy not in PARTITIONED:
+            return True
+        try:
+            self.place.prepare(setting)
+        except (NotSupported, HardwareError) as error:
+            logger.warning("auto leaves out %s: %s", setting, error)
+            return False
+        return True
+
+    def _next(self, pair: _Pair, comm: Communication) -> Setting:
+        trials = pair.trials
+        if pair.waiting:
+            self._read(pair)
+        if trials.is_due:
+            self._decide(pair, comm)
+        return trials.next()
+
+    def _decide(self, pair: _Pair, comm: Communication) -> None:
+        trials = pair.trials
+        if comm.group is None or comm.group.size == 1:
+            if not pair.waiting or not trials.is_trying:
+                pair.decide(trials.figures())
+            return
+        self._read(pair, wait=True)  # all ranks decide at the same call
+        pair.decide(_slowest(trials.figures(), comm.group))
+
+    # --- times
+
+    def _main(self) -> int:
+        return tensors.current_stream(self._device.index) if self._device is not None else 0
+
+    def _stamp(self, main: int) -> int:
+        """Now: an event on a GPU, nanoseconds on a CPU."""
+        if self._device is None:
+            return time.perf_counter_ns()
+        event = self._device.take_event(timed=True)
+        self._device.driver.event_record(event, main)
+        return event
+
+    def _note(self, pair: _Pair, setting: Setting, begin: int, end: int) -> None:
+        if self._device is None:
+            pair.trials.note(setting, (end - begin) / 1e3)
+        else:
+            pair.waiting.append((setting, begin, end))
+
+    def _read(self, pair: _Pair, *, wait: bool = False) -> None:
+        """The times of runs that are over."""
+        device = self._device
+        while pair.waiting and device is not None:  # a CPU's are read at once
+            driver = device.driver
+            setting, begin, end = pair.waiting[0]
+            if wait:
+                driver.event_synchronize(end)
+            elif not driver.event_done(end):
+                return
+            pair.trials.note(setting, driver.event_elapsed_us(begin, end))
+            pair.waiting.popleft()
+            for event in (begin, end):
+                device.give_event(event, timed=True)
+
+    def close(self) -> None:
+        """Waits for what is under way. Safe to call twice."""
+        self.place.close()
+        self._pairs.clear()
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _contenders(ranking: policy.Ranking) -> list[Setting]:
+    """The chosen one, the second, one after the other, and plain streams: what the user would have without us."""
+    order = ranking.order
+    plain = [next((s for s in order if s.strategy is strategy), None) for strategy in _PLAIN]
+    return [s for s in (*order[: _MOST_CONTENDERS - len(plain)], *plain) if s is not None]
+
+
+_PLAIN = (Strategy.SERIAL, Strategy.STREAMS)
+
+
+def _baseline(ranking: policy.Ranking) -> Setting:
+    return next(s for s in ranking.order if s.strategy in _PLAIN)
+
+
+def _slowest(figures: list[float], group: Any) -> list[float]:
+    """Of all ranks, for each setting."""
+    import torch
+
+    from dovetail import coll
+
+    tensor = torch.tensor(figures, dtype=torch.float64)
+    coll.all_reduce(tensor, coll.ReduceOp.MAX, group=group)
+    return [float(figure) for figure in tensor]
+
+
+# --- one for each device ----------------------------------------------------------------------------------------------
+
+_lock = threading.Lock()
+_runtimes: dict[int, Runtime] = {}
+
+
+def runtime(device: Device | None = None) -> Runtime:
+    """The runtime of a device (None: the CPU), made when first asked for."""
+    with _lock:
+        found = _runtimes.get(id(device))
+        if found is None:
+            found = _runtimes[id(device)] = Runtime(device)
+        return found
+
+
+def run(
+    compute: Computation | Callable[[], Any], comm: Communication, strategy: str = AUTO, *, cores: int = 0
+) -> Outcome:
+    """Runs a communication beside a computation.
+
+    On a GPU both begin behind torch's current stream, which goes on behind both; the call returns at once. On a CPU
+    both are over when it returns. All ranks of the communication's group must make the same calls.
+
+    Args:
+        compute: launches work on torch's current stream; a callable, or a `Computation`, which may say what is known.
+        comm: a `Collective`, a `LocalCommunication`, or anything of that protocol.
+        strategy: "auto" or one of `dovetail.overlap.Strategy`.
+        cores: for a strategy that was asked for: how many cores move the bytes, or the computation goes without.
+
+    Raises:
+        ValueError, NotSupported: an unknown strategy, or one that can't run here; nothing was started.
+    """
+    return runtime(comm.device).run(compute, comm, strategy, cores=cores)
+
+
+def beside(
+    comm: Communication, strategy: str = AUTO, *, cores: int = 0, name: str = ""
+) -> contextlib.AbstractContextManager[Outcome]:
+    """A communication that runs beside what is launched inside a `with`, and is waited for at its end.
+
+    On a GPU it is torch's current stream that waits, not the host. `name` is by which the computation is known; by
+    default the place of the call.
+    """
+    if not name and strategy == AUTO:
+        caller = sys._getframe(1)
+        name = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+    return runtime(comm.device).beside(comm, strategy, cores=cores, name=name)
+
+
+def close() -> None:
+    """Gives back what `run` and `beside` have made; they make it anew."""
+    with _lock:
+        for made in _runtimes.values():
+            made.close()
+        _runtimes.clear()

@@ -1,0 +1,132 @@
+"""What runs beside what: a computation and a communication, as two protocols, and what is known of each.
+
+Owns the seam. Nothing here launches anything. `kv` and `ops` hand in objects of the same protocols; whoever runs them
+(`gpu`, `cpu`) knows nothing of what they are for. On a GPU work is put into raw streams; on a CPU, where there are
+none, the stream is 0 and a call runs on the calling thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+
+class Bound(StrEnum):
+    """What a computation waits for most."""
+
+    COMPUTE = "compute"
+    MEMORY = "memory"
+
+
+class Mover(StrEnum):
+    """Who moves the bytes of a communication."""
+
+    ENGINES = "engines"  #: DMA engines; on a CPU our software ones
+    CORES = "cores"  #: a kernel on multiprocessors; on a CPU a thread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What is known of a computation before it has run. All of it may be left out: then it is learned."""
+
+    name: str = ""  #: two computations of one name and one size are taken for the same
+    flops: float = 0.0
+    size_bytes: float = 0.0  #: read and written
+    groups: int = 0  #: work-groups of its kernels, 0 if not known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What a communication moves."""
+
+    kind: str  #: "all_gather", "all_to_all", "reduce_scatter", "fetch", ...
+    size_bytes: int  #: over the link, in the direction that has more
+    num_pieces: int = 1  #: copies
+    reduces: bool = False  #: some of it is arithmetic, which takes cores whoever moves
+    local: bool = False  #: inside one GPU, where engines do nothing: the driver's copies are kernels
+
+
+class Pending(Protocol):
+    """A communication under way."""
+
+    def wait(self) -> object:
+        """Blocks the host until it is over; raises its error."""
+
+
+class Computation(Protocol):
+    """Launches work on torch's current stream, or does it; what it returns is the caller's."""
+
+    @property
+    def load(self) -> Load: ...
+    def __call__(self) -> Any: ...
+
+
+class Communication(Protocol):
+    """Moves bytes between ranks, or between a GPU and host memory."""
+
+    @property
+    def traffic(self) -> Traffic: ...
+    @property
+    def movers(self) -> frozenset[Mover]:
+        """Who can move it."""
+
+    @property
+    def group(self) -> Any:
+        """The ranks that take part and must choose alike (`dovetail.Group`); None if this process is alone in it."""
+
+    @property
+    def device(self) -> Any:
+        """The GPU (`dovetail.hw.gpu.device.Device`) on whose streams it runs; None on a CPU."""
+
+    def start(self, mover: Mover, *, stream: int = 0, cores: int = 0) -> Pending | None:
+        """Begins behind what is in the raw stream, and the stream goes on behind it.
+
+        Args:
+            mover: one of `movers`.
+            cores: how many programs move it, if cores do; 0 for as many as the communication thinks best.
+
+        Returns what the host can wait for; on a CPU, cores are done when this returns.
+        """
+
+
+class Side(StrEnum):
+    """Of two that run together."""
+
+    COMPUTE = "compute"
+    COMM = "comm"
+
+
+#: Told of a side whose work was all launched, and of the raw stream that has it.
+Mark = Callable[[Side, int], None]
+
+
+@dataclass(slots=True)
+class Launched:
+    """Two under way; on a CPU both are over."""
+
+    value: Any  #: what the computation returned
+    pending: Pending | None = None  #: of the communication, for the host
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Any callable as a computation: `Call(lambda: model(x), Load(name="block 3", flops=2e12))`."""
+
+    function: Callable[[], Any]
+    load: Load = field(default_factory=Load)
+
+    def __call__(self) -> Any:
+        """Calls it."""
+        return self.function()
+
+
+def computation(given: Computation | Callable[[], Any]) -> Computation:
+    """What was given, or a callable with nothing known of it but its name."""
+    if hasattr(given, "load"):
+        return given
+    if not callable(given):
+        raise TypeError(f"a computation is something to be called without arguments, not {type(given).__name__}")
+    name = getattr(given, "__qualname__", type(given).__qualname__)
+    return Call(given, Load(name=f"{getattr(given, '__module__', '')}.{name}"))
