@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 _MOST_PAIRS = 256
 _FORCED = "asked for"
 _MOST_CONTENDERS = 4
+_SPLIT = 2  # steps of cores that a communication gets of a partition
 ROUNDS_BEFORE_KEPT = ROUNDS * _MOST_CONTENDERS  #: runs of a pair after which it runs in the way that is kept
 
 Key = tuple[Load, Traffic]
@@ -162,13 +163,17 @@ class Runtime:
         )  # fmt: skip
 
     def _available(self, comm: Communication) -> tuple[Setting, ...]:
+        """Of the partitions one: a choice among all of them would take longer than it saves."""
         key = (comm.movers, comm.traffic.local)
         if key not in self._settings:
             place = self.place
-            self._settings[key] = policy.candidates(
+            every = policy.candidates(
                 comm.traffic, comm.movers, num_cores=place.num_cores, core_step=place.core_step,
                 has_partition=place.has_partition,
             )  # fmt: skip
+            cores = max({s.cores for s in every if s.cores <= _SPLIT * place.core_step}, default=0)
+            few = (Strategy.PARTITION, Strategy.PRIORITY_PARTITION)
+            self._settings[key] = tuple(s for s in every if s.strategy not in few or s.cores == cores)
         return self._settings[key]
 
     def _new(self, load: Load, comm: Communication) -> _Pair:

@@ -7,12 +7,11 @@ Owns the words. A `Setting` is a strategy with its one number: for those in whic
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
-from dovetail.overlap.tasks import Mover
+from dovetail.overlap.tasks import Mover, Name
 
 
-class Strategy(StrEnum):
+class Strategy(Name):
     """How two are run."""
 
     SERIAL = "serial"  #: one after the other

@@ -24,7 +24,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeVar
 
@@ -130,6 +130,7 @@ class Tables:
     fixed_us: Mapping[Strategy, float] = field(default_factory=dict)  #: on the host, each time; 0 if not there
     source: str = "measured"  #: whose figures these are, for a reason
     device: str = ""
+    _served: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # what serves for what
 
     def __post_init__(self) -> None:
         if not self.core_step <= self.num_cores:
@@ -154,7 +155,10 @@ class Tables:
 
     def comm_slowdown(self, traffic: Traffic, cores: int) -> Known | None:
         """Of a communication that so many cores move; None if nothing like it was measured."""
-        kind = nearest(self.comm_by_cores, traffic, Mover.CORES)
+        key = ("by cores", *_sort(traffic))
+        if key not in self._served:
+            self._served[key] = nearest(self.comm_by_cores, traffic, Mover.CORES)
+        kind = self._served[key]
         return Known(self.comm_by_cores[kind].at(cores), kind) if kind else None
 
     def comm_us(self, traffic: Traffic, mover: Mover) -> Known | None:
@@ -168,8 +172,12 @@ class Tables:
         return found[1].cores(traffic.size_bytes) if found else 0
 
     def _alone(self, traffic: Traffic, mover: Mover) -> tuple[str, BySize] | None:
-        kind = nearest({kind for kind, by in self.alone if by is mover}, traffic, mover)
-        return (kind, self.alone[kind, mover]) if kind else None
+        key = (mover, *_sort(traffic))
+        if key not in self._served:
+            kind = nearest({kind for kind, by in self.alone if by is mover}, traffic, mover)
+            self._served[key] = (kind, self.alone[kind, mover]) if kind else None
+        found: tuple[str, BySize] | None = self._served[key]
+        return found
 
     def both(self, setting: Setting, bound: Bound, traffic: Traffic) -> Beside | None:
         """What a setting does to both; its bound, kind and cores are those of the measured figures that serve.
@@ -178,13 +186,18 @@ class Tables:
         cores (0 is only like 0); between two sizes on a line over the logarithm, beyond the last as there. None if
         nothing like it was measured.
         """
-        rows = self._like(setting, bound, traffic)
-        if not rows:
+        key = (setting, bound, *_sort(traffic))
+        if key not in self._served:
+            self._served[key] = _lines(self._like(setting, bound, traffic))
+        found = self._served[key]
+        if found is None:
             return None
+        first, compute, comm = found
         x = math.log(max(traffic.size_bytes, 1))
-        compute = _straight([(math.log(row.size_bytes), row.compute_slowdown) for row in rows], x)
-        comm = _straight([(math.log(row.size_bytes), row.comm_slowdown) for row in rows], x)
-        return replace(rows[0], size_bytes=traffic.size_bytes, compute_slowdown=compute, comm_slowdown=comm)
+        return Beside(
+            first.strategy, first.cores, first.bound, first.kind, traffic.size_bytes, _straight(compute, x),
+            _straight(comm, x),
+        )  # fmt: skip
 
     def _like(self, setting: Setting, bound: Bound, traffic: Traffic) -> list[Beside]:
         """The measured ones that serve, by size."""
@@ -197,6 +210,20 @@ class Tables:
         rows = [row for row in rows if row.kind == kind]
         cores = min((abs(row.cores - setting.cores), row.cores) for row in rows)[1] if rows else 0
         return sorted((row for row in rows if row.cores == cores), key=lambda row: row.size_bytes)
+
+
+def _sort(traffic: Traffic) -> tuple[str, bool, bool]:
+    """What decides which figures serve: all but the size."""
+    return traffic.kind, traffic.local, traffic.reduces
+
+
+def _lines(rows: list[Beside]) -> tuple[Beside, list[tuple[float, float]], list[tuple[float, float]]] | None:
+    """The first, and both slowdowns over the logarithm of the size."""
+    if not rows:
+        return None
+    at = [math.log(row.size_bytes) for row in rows]
+    compute, comm = [row.compute_slowdown for row in rows], [row.comm_slowdown for row in rows]
+    return rows[0], list(zip(at, compute, strict=True)), list(zip(at, comm, strict=True))
 
 
 def nearest(kinds: Collection[str], traffic: Traffic, mover: Mover) -> str | None:

@@ -13,14 +13,20 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 
-class Bound(StrEnum):
+class Name(StrEnum):
+    """A word that is looked up often: hashed as the text that it is, which is faster than as a member of an enum."""
+
+    __hash__ = str.__hash__
+
+
+class Bound(Name):
     """What a computation waits for most."""
 
     COMPUTE = "compute"
     MEMORY = "memory"
 
 
-class Mover(StrEnum):
+class Mover(Name):
     """Who moves the bytes of a communication."""
 
     ENGINES = "engines"  #: DMA engines; on a CPU our software ones
@@ -91,7 +97,7 @@ class Communication(Protocol):
         """
 
 
-class Side(StrEnum):
+class Side(Name):
     """Of two that run together."""
 
     COMPUTE = "compute"
