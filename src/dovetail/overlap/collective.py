@@ -6,6 +6,7 @@ Owns nothing of the collective: it is called by its public name, with whatever a
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,10 @@ _REDUCES = ("all_reduce", "reduce_scatter")
 
 
 class Collective:
-    """`Collective(dovetail.all_gather_into_tensor, output, input, group=group)`, on a CPU or on GPUs."""
+    """`Collective(dovetail.all_gather_into_tensor, output, input, group=group)`, on a CPU or on GPUs.
+
+    On GPUs all ranks make it together: the first of a group finds out whether they share one.
+    """
 
     def __init__(self, function: Callable[..., Any], *tensors: Any, group: Any = None, **keywords: Any) -> None:
         """Keywords go to the collective; `async_op` and `armed` are ours to choose.
@@ -43,14 +47,17 @@ class Collective:
             raise ValueError(f"{name}: give it its tensors")
         first = given[0]
         kind = _KINDS.get(name, name)
-        on_gpu = first.device.type != "cpu"
+        self._where = first.device
+        self.device: Any = None if first.device.type == "cpu" else _device_of(self.group, first)
+        local = self.device is not None and _on_one_gpu(self.group, self.device)
         size = max(int(t.nbytes) for t in given)
         self.traffic = Traffic(
-            kind=kind, size_bytes=size, num_pieces=self.group.size, reduces=kind in _REDUCES, local=on_gpu
+            kind=kind, size_bytes=size, num_pieces=self.group.size, reduces=kind in _REDUCES, local=local
         )  # fmt: skip
-        self.movers = frozenset({Mover.ENGINES}) if on_gpu else frozenset(Mover)
-        self._where = first.device
-        self.device = _device_of(self.group, first) if on_gpu else None
+        # By cores on GPUs is what the user would have without us: the process group's own library, which needs GPUs of
+        # its own for all ranks.
+        library = self.device is None or (self.group.baseline is not None and not local)
+        self.movers = frozenset(Mover) if library else frozenset({Mover.ENGINES})
 
     def start(self, mover: Mover, *, stream: int = 0, cores: int = 0) -> Pending | None:
         """On a CPU engines begin and cores are done when this returns; on a GPU the stream goes on behind it."""
@@ -61,7 +68,7 @@ class Collective:
 
         cuda: Any = torch.cuda
         with cuda.stream(cuda.ExternalStream(stream, device=self._where)):
-            work = self._call(async_op=True)
+            work = self._call(async_op=True, **({"variant": "torch"} if mover is Mover.CORES else {}))
             work.wait()
         return _Synchronized(work)
 
@@ -72,6 +79,21 @@ def _device_of(group: Any, tensor: Any) -> Any:
     return gpu.world_of(group.world, backend_of(tensor), tensor.device.index or 0).device
 
 
+_shared: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def _on_one_gpu(group: Any, device: Any) -> bool:
+    """Are all ranks of a group on the same GPU? Asked once."""
+    if group not in _shared:
+        import torch
+
+        mine = torch.frombuffer(bytearray(device.driver.device_uuid(device.index)), dtype=torch.uint8)
+        every = torch.empty(group.size * len(mine), dtype=torch.uint8)
+        coll.all_gather_into_tensor(every, mine, group=group)
+        _shared[group] = bool((every.view(group.size, -1) == mine).all())
+    return _shared[group]
+
+
 class _Synchronized:
     """A GPU's call, to be waited for by the host."""
 
@@ -80,4 +102,5 @@ class _Synchronized:
 
     def wait(self) -> None:
         """Blocks until the GPU is done with it."""
-        self._work.synchronize()
+        wait = getattr(self._work, "synchronize", self._work.wait)
+        wait()
