@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from dovetail.hw.gpu.device import Device
 from dovetail.kv.choose import Path
 from dovetail.kv.layout import Layout, block_outermost, layer_outermost
+from dovetail.kv.learn import SETTLED
 from dovetail.kv.mover import CpuMover, GpuMover
 from dovetail.kv.planner import Direction, Pieces, Table, table
 
@@ -100,4 +102,20 @@ def test_beside_a_computation(path: Path) -> None:
         for move in moves:
             move.wait()
         assert rig.is_like([cache, *pool])
+    rig.close()
+
+
+def test_auto_learns_from_its_own_transfers() -> None:
+    """On the GPU's clock: no longer than the host saw; once settled it says what it measured, and bytes stay right."""
+    rig = Rig(LAYOUTS[1], 5)
+    for _ in range(SETTLED + 1):
+        copies = rig.copies(Direction.FETCH)
+        wanted = rig.expected((Direction.FETCH, copies))
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        transfer = rig.mover.submit("fetch", copies, Path.AUTO, beside=False)
+        transfer.wait()
+        assert 0 < transfer.time_us < (time.perf_counter() - began) * 1e6
+        assert rig.is_like(wanted)
+    assert transfer.choice.reason.startswith("measured here: ")
     rig.close()

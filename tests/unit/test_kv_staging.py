@@ -340,12 +340,12 @@ def test_refusals(device: Device) -> None:
     bare.close()
 
 
-def staged_is_fast() -> Costs:
+def staged_is_fast(staged_us: float = 1.0) -> Costs:
     samples = {
         (direction, beside, path): Samples([(128, 4096, time_us)])
         for direction in Direction
         for beside in (False, True)
-        for path, time_us in ((Path.STAGED, 1.0), (Path.DMA_2D, 9.0))
+        for path, time_us in ((Path.STAGED, staged_us), (Path.DMA_2D, 9.0))
     }
     return Costs(samples=samples, entries_per_call=1, source="a test")
 
@@ -361,6 +361,31 @@ def test_auto_stages_what_the_kernel_can_move(device: Device) -> None:
             transfer.wait()
             assert transfer.choice.path is path
             assert rig.is_like(wanted)
+        mover.close()
+        rig.close()
+
+
+def test_auto_tries_staged_only_where_the_kernel_can_move_the_rows(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Near the best, and fast here: taken for aligned rows once it is known; requests of others learn by themselves."""
+    monkeypatch.setattr(device.driver, "event_elapsed_us", lambda begin, end: next(ticks))
+    near = staged_is_fast(staged_us=10.0)
+    for row_bytes, kinds in ((128, {Path.DMA_2D, Path.STAGED}), (120, {Path.DMA_2D})):
+        rig = Rig(device, layout_of(row_bytes=row_bytes))
+        mover = GpuMover(device, rig.cache, [p.address for p in rig.parts], costs=near, launch=rig.kernel)
+        ticks = itertools.cycle([20.0, 12.0])  # dma-2d and staged in turn
+        taken = []
+        for _ in range(8):
+            copies = rig.copies(Direction.FETCH)
+            wanted = rig.expected((Direction.FETCH, copies))
+            transfer = mover.submit("fetch", copies, "auto", beside=False)
+            transfer.wait()
+            assert rig.is_like(wanted)
+            taken.append(transfer.choice.path)
+        assert set(taken) == kinds
+        assert taken[-1] is (Path.STAGED if Path.STAGED in kinds else Path.DMA_2D)
+        assert transfer.choice.reason.startswith("measured here: ")
         mover.close()
         rig.close()
 

@@ -103,31 +103,59 @@ class Choice:
     reason: str
 
 
-def choose(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What a request would take."""
+
+    size_bytes: int
+    times_us: Mapping[Path, float]  #: of the paths that can run here, at least one
+    entries_per_call: int  #: of a batch
+    reason: str  #: whose figures these are, and the figures
+
+    def choice(self) -> Choice:
+        """The path of the least time."""
+        best = min(self.times_us, key=lambda path: self.times_us[path])
+        return Choice(path=best, entries_per_call=self.entries_per_call, reason=self.reason)
+
+
+def estimate(
     direction: Direction, shape: Shape, costs: Costs, *, beside: bool, paths: Collection[Path] = CANDIDATES
-) -> Choice:
-    """The path of the least estimated time.
+) -> Estimate:
+    """By what was measured beforehand.
 
     Args:
         beside: does computation run at the same time? Where nothing was measured so, the other figures serve.
         paths: those that can run here.
     """
+    times, reason = {Path.DMA_2D: 0.0}, "no other path was measured"
     for state in (beside, not beside):  # what was measured in the other state is better than nothing
-        times = {
+        found = {
             path: costs.samples[direction, state, path].time_us(shape)
             for path in CANDIDATES
             if path in paths and (direction, state, path) in costs.samples
         }
-        if times:
-            best = min(times, key=lambda path: times[path])
-            shown = ", ".join(f"{path} {time_us:.0f} us" for path, time_us in times.items())
+        if found:
             where = "beside computation" if state else "on an idle GPU"
-            reason = f"estimated {where}: {shown} ({costs.source})"
-            return Choice(path=best, entries_per_call=costs.entries_per_call, reason=reason)
-    return Choice(path=Path.DMA_2D, entries_per_call=costs.entries_per_call, reason="no other path was measured")
+            times, reason = found, f"estimated {where}: {shown(found)} ({costs.source})"
+            break
+    return Estimate(size_bytes=shape.size_bytes, times_us=times, entries_per_call=costs.entries_per_call, reason=reason)
+
+
+def shown(times_us: Mapping[Path, float]) -> str:
+    """Times as a reason has them."""
+    return ", ".join(f"{path} {time_us:.0f} us" for path, time_us in times_us.items())
+
+
+def choose(
+    direction: Direction, shape: Shape, costs: Costs, *, beside: bool, paths: Collection[Path] = CANDIDATES
+) -> Choice:
+    """The path of the least estimated time; arguments as of `estimate`."""
+    return estimate(direction, shape, costs, beside=beside, paths=paths).choice()
 
 
 def is_aligned(table: Table) -> bool:
     """Can a kernel move the strided copies of a table?"""
-    strided = table.rows > 1
-    return not ((table.device | table.width | table.device_pitch)[strided] % np.int64(VECTOR_BYTES)).any()
+    bits = table.device | table.width | table.device_pitch
+    if not np.bitwise_or.reduce(bits) % VECTOR_BYTES:
+        return True
+    return not (bits[table.rows > 1] % np.int64(VECTOR_BYTES)).any()

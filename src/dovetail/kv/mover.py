@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from dovetail.errors import HardwareError, Timeout
 from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.driver import SourceOrder
-from dovetail.kv import costs as measured
 from dovetail.kv import staging
-from dovetail.kv.choose import CANDIDATES, VECTOR_BYTES, Choice, Costs, Path, Shape, choose, is_aligned
+from dovetail.kv.auto import Auto, gains_by_staging
+from dovetail.kv.choose import CANDIDATES, Choice, Costs, Path
+from dovetail.kv.learn import Request
 from dovetail.kv.planner import Direction, Table
 from dovetail.kv.staging import Launch, Staging
 
@@ -61,6 +62,7 @@ class GpuMover:
         costs: Costs | None = None,
         paths: Collection[Path | str] = CANDIDATES,
         launch: Launch | None = None,
+        learn: bool = True,
     ) -> None:
         """For a cache in a GPU's memory.
 
@@ -73,6 +75,7 @@ class GpuMover:
             paths: those that `auto` may take. `staged` needs 256 MB of the GPU's memory for each direction, when it
                 first takes it; where there is no room it is left out.
             launch: puts the kernel of the path staged into a stream, if not by Triton.
+            learn: `auto` times its own transfers, and tries paths that are near the best (`dovetail.kv.learn`).
         """
         if entries_per_call < 1 or num_streams < 1:
             found = f"{entries_per_call} and {num_streams}"
@@ -80,9 +83,8 @@ class GpuMover:
         device.enter()
         self._device, self._driver = device, device.driver
         self._cache, self._pieces = cache, np.array(pieces, np.int64)
-        self._costs, self._launch = costs, launch
-        self._paths = {Path(path) for path in paths}
-        self._choices: dict[tuple[Direction, Shape, bool], Choice] = {}
+        self._launch = launch
+        self._auto = Auto(device, cache, costs, paths, has_launch=launch is not None, learn=learn)
         self._entries = min(entries_per_call, device.caps.most_batched or entries_per_call)
         self._streams = {
             direction: [self._driver.stream_create() for _ in range(num_streams)] for direction in Direction
@@ -118,20 +120,37 @@ class GpuMover:
             raise ValueError("the mover is closed")
         choice = Choice(path=path, entries_per_call=entries_per_call or self._entries, reason="asked for")
         self._device.enter()
+        self._auto.look(direction)
+        request: Request | None = None  # that learns from this one
         if path is Path.AUTO:
             if beside is None:
                 beside = not after or not all(map(self._driver.stream_done, after))
-            choice = self._choice(direction, table, beside)
+            choice, request = self._choice(direction, table, beside)
         stream = self._streams[direction][0]
         for other in after:
             self._device.order(other, stream)
         if choice.path is not Path.STAGED:
             self._behind_last(direction, stream)
-        held: list[Any] = []
-        last = stream  # where the last byte is
+        began = self._marked(stream) if request else 0
+        try:
+            last, held = self._start(direction, table, stream, choice)
+            self._behind_last(direction, last)  # a transfer is over after those before it, whatever their streams
+            made = GpuTransfer(self._device, last, direction, choice, table.size_bytes, held, began)
+        except BaseException:
+            if began:
+                self._device.give_event(began, timed=True)
+            raise
+        self._last[direction] = made
+        if request:
+            self._auto.watch(made, request)
+        self._tables = [t for t in self._tables if not t.is_over()] + ([made] if held else [])
+        return made
+
+    def _start(self, direction: Direction, table: Table, stream: int, choice: Choice) -> tuple[int, list[Any]]:
+        """Issues copies; returns the stream that has the last byte, and what must stay until then."""
         match choice.path:
             case Path.KERNEL:
-                held = self._gathered(direction, table, stream)
+                return stream, self._gathered(direction, table, stream)
             case Path.DMA_2D:
                 self._strided(direction, table, stream)
             case Path.DMA_BATCH:
@@ -139,47 +158,34 @@ class GpuMover:
             case Path.DMA_LOOP:
                 self._looped(direction, table, stream)
             case Path.STAGED:
-                last = self._staged(direction, table, stream)
+                return self._staged(direction, table, stream), []
             case _:
-                raise ValueError(f"a cache in a GPU's memory can't be reached by the path {path}")
-        self._behind_last(direction, last)  # a transfer is over after those before it, whatever their streams
-        made = self._last[direction] = GpuTransfer(self._device, last, direction, choice, table.size_bytes, held)
-        self._tables = [t for t in self._tables if not t.is_over()] + ([made] if held else [])
-        return made
+                raise ValueError(f"a cache in a GPU's memory can't be reached by the path {choice.path}")
+        return stream, []
 
     def _behind_last(self, direction: Direction, stream: int) -> None:
         """What the stream is given comes after the transfer before: its kernel may still write the same blocks."""
         if before := self._last.get(direction):
             before.join(stream)
 
-    def _known(self) -> Costs:
-        if self._costs is None:
-            self._costs = measured.current(self._driver.name, self._device.name)
-        return self._costs
+    def _marked(self, stream: int) -> int:
+        """An event that has the time at which the stream gets there."""
+        event = self._device.take_event(timed=True)
+        self._driver.event_record(event, stream)
+        return event
 
-    def _choice(self, direction: Direction, table: Table, beside: bool) -> Choice:
-        """Of the paths that can run here; the same request is estimated once."""
-        key = (direction, Shape.of(table), beside)
-        if key not in self._choices:
-            self._choices[key] = choose(*key[:2], self._known(), beside=beside, paths=self._can())
-        choice = self._choices[key]
-        if choice.path is not Path.STAGED:
-            return choice
-        if self._cache % VECTOR_BYTES or not is_aligned(table) or not _is_staged(table, staging.CHUNK_BYTES).any():
-            return choose(*key[:2], self._known(), beside=beside, paths=self._can() - {Path.STAGED})
-        try:
-            self._through(direction).reserve(len(table) + 2 * table.size_bytes // staging.CHUNK_BYTES + 1)
-        except HardwareError as error:
-            logger.warning("auto leaves out the path staged from now on: %s", error)
-            self._paths, self._choices = self._paths - {Path.STAGED}, {}
-            return self._choice(direction, table, beside)
-        return choice
-
-    def _can(self) -> set[Path]:
-        """The paths that `auto` may take here."""
-        paths = self._paths if self._device.caps.batched_copy else self._paths - {Path.DMA_BATCH}
-        staged = self._device.caps.stream_gates and (self._launch or staging.has_kernel())
-        return paths if staged else paths - {Path.STAGED}
+    def _choice(self, direction: Direction, table: Table, beside: bool) -> tuple[Choice, Request | None]:
+        """The path that `auto` takes, and who learns from it."""
+        is_clear = all(transfer.is_over() for transfer in self._last.values())
+        choice, request = self._auto.choose(direction, table, beside=beside, is_clear=is_clear)
+        if choice.path is Path.STAGED:
+            try:
+                self._through(direction).reserve(len(table) + 2 * table.size_bytes // staging.CHUNK_BYTES + 1)
+            except HardwareError as error:
+                logger.warning("auto leaves out the path staged from now on: %s", error)
+                self._auto.leave_out(Path.STAGED)
+                return self._choice(direction, table, beside)
+        return choice, request
 
     def is_idle(self, direction: Direction | str) -> bool:
         """True if nothing is under way in this direction."""
@@ -219,7 +225,7 @@ class GpuMover:
     def _staged(self, direction: Direction, table: Table, stream: int) -> int:
         """Rows through staging memory, all else directly; returns the stream that ends last."""
         through = self._through(direction)
-        fits = _is_staged(table, through.chunk_bytes)
+        fits = gains_by_staging(table, through.chunk_bytes)
         if not fits.all():
             self._behind_last(direction, stream)
             self._strided(direction, table.where(~fits), stream)
@@ -265,6 +271,8 @@ class GpuMover:
         if self._closed:
             return
         self._closed = True
+        for direction in Direction:
+            self._auto.look(direction)
         for transfer in [*self._tables, *self._last.values()]:
             transfer.is_over()
         for through in self._staging.values():
@@ -279,22 +287,29 @@ class GpuMover:
         self.close()
 
 
-def _is_staged(table: Table, chunk_bytes: int) -> NDArray[np.bool_]:
-    """Which copies gain by staging: those of rows that are contiguous on the host only, several to a chunk."""
-    found: NDArray[np.bool_] = (table.rows > 1) & (table.host_pitch == table.width) & (table.width * 2 <= chunk_bytes)
-    return found
-
-
 class GpuTransfer:
     """Copies in a stream."""
 
     def __init__(
-        self, device: Device, stream: int, direction: Direction, choice: Choice, size_bytes: int, held: list[Any]
+        self,
+        device: Device,
+        stream: int,
+        direction: Direction,
+        choice: Choice,
+        size_bytes: int,
+        held: list[Any],
+        began: int = 0,
     ) -> None:
-        """`held`: what must stay alive until the last byte has landed."""
+        """For copies that have been issued.
+
+        Args:
+            held: what must stay alive until the last byte has landed.
+            began: a timed event before the first byte, this object's from now on.
+        """
         self._held = held
         self.direction, self.choice, self.size_bytes = direction, choice, size_bytes  #: choice: the path, and why
-        self._device, self._end = device, device.take_event()
+        self.time_us = 0.0  #: from the first byte to the last on the GPU's clock, if it was timed and is over
+        self._device, self._began, self._end = device, began, device.take_event(timed=bool(began))
         device.driver.event_record(self._end, stream)
         self._over = False
 
@@ -302,7 +317,10 @@ class GpuTransfer:
         """True once the last byte has landed."""
         if not self._over and self._device.driver.event_done(self._end):
             self._over, self._held = True, []
-            self._device.give_event(self._end)
+            if self._began:
+                self.time_us = self._device.driver.event_elapsed_us(self._began, self._end)
+                self._device.give_event(self._began, timed=True)
+            self._device.give_event(self._end, timed=bool(self._began))
         return self._over
 
     def join(self, stream: int) -> None:

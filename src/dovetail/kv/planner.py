@@ -9,6 +9,7 @@ joined, since a copy may not cross two registrations. Two ranks: 0 is the device
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -55,7 +56,7 @@ class Pieces:
         return min(self.slots_per_piece, self.num_slots - piece * self.slots_per_piece) * self.slot_bytes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Table:
     """Strided copies as columns: `rows` rows of `width` bytes each."""
 
@@ -70,10 +71,10 @@ class Table:
     def __len__(self) -> int:
         return len(self.device)
 
-    @property
+    @functools.cached_property
     def size_bytes(self) -> int:
         """Of all copies together."""
-        return int((self.width * self.rows).sum())
+        return int(self.width @ self.rows)
 
     def where(self, which: NDArray[Any]) -> Table:
         """Some of the copies, by mask or by number."""

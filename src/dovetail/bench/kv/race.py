@@ -15,7 +15,9 @@ from dovetail.bench.kv.load import Load
 from dovetail.bench.kv.places import Bytes, Place
 from dovetail.bench.kv.spec import Row
 from dovetail.errors import HardwareError
+from dovetail.kv.choose import Path
 from dovetail.kv.layout import Layout
+from dovetail.kv.learn import SETTLED
 from dovetail.kv.mover import Transfer
 from dovetail.kv.planner import Direction
 from dovetail.measure.stats import median
@@ -25,6 +27,7 @@ _POISON = 0xA5
 _SAMPLES = 64
 _TIMEOUT_S = 120.0
 _SHORT_US, _MOST_ROUNDS = 400_000.0, 4  # rounds go on for so long, up to so many times their number
+_MOST_WARM_US = 250_000.0  # of a contender
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,8 +103,7 @@ def race(contenders: Sequence[Contender], rounds: int, load: Load | None) -> Non
     for contender in contenders:
         contender.right = contender.arrives()
     going = [contender for contender in contenders if contender.right]
-    for contender in going:  # warms up, and says about how long it takes
-        contender.submits_us, contender.times_us = ([t] for t in contender.once())
+    _warm_up(going, load)
     for order in _orders(going, rounds, load):
         for contender in order:
             if load is None:
@@ -118,6 +120,26 @@ def race(contenders: Sequence[Contender], rounds: int, load: Load | None) -> Non
     for contender in going:
         contender.submits_us, contender.times_us = contender.submits_us[1:], contender.times_us[1:]
         contender.right = contender.arrives()
+
+
+def _warm_up(going: Sequence[Contender], load: Load | None) -> None:
+    """Runs all, and leaves with each about how long it takes.
+
+    Where `auto` is among them, all run as often as it needs to have tried its paths: in the state that is measured,
+    since what it learns is of that. Who takes very long runs less often.
+    """
+    learns = any(contender.name == Path.AUTO for contender in going)
+    for contender in going:
+        taken = [contender.once()]
+        if learns and load:
+            try:
+                load.beside(contender.once, taken[0][1])
+            except HardwareError as error:
+                logger.info("%s, to warm up: %s", contender.name, error)
+        elif learns:
+            while len(taken) < SETTLED and sum(time_us for _, time_us in taken) < _MOST_WARM_US:
+                taken.append(contender.once())
+        contender.submits_us, contender.times_us = ([t] for t in taken[-1])
 
 
 def _orders(going: list[Contender], rounds: int, load: Load | None) -> Iterator[list[Contender]]:

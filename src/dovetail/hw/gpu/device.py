@@ -78,6 +78,7 @@ class Device:
         self._armed: dict[int, Armed | None] = {}
         self.generation = 0  #: changes when streams are armed or given back: who has bound to streams looks again
         self._events: list[int] = []
+        self._timed: list[int] = []
         self._kept: list[object] = []
         self._pinned: list[Pinned] = []
         self._lock = threading.Lock()
@@ -177,16 +178,16 @@ class Device:
 
     # --- events and memory
 
-    def take_event(self) -> int:
-        """An event for one run."""
+    def take_event(self, *, timed: bool = False) -> int:
+        """An event for one run; of two that are timed, the driver tells how long one came after the other."""
         try:
-            return self._events.pop()
+            return (self._timed if timed else self._events).pop()
         except IndexError:
-            return self.driver.event_create()
+            return self.driver.event_create(timing=timed)
 
-    def give_event(self, event: int) -> None:
+    def give_event(self, event: int, *, timed: bool = False) -> None:
         """For the next run. Takes no lock: the garbage collector may come here from anywhere."""
-        self._events.append(event)
+        (self._timed if timed else self._events).append(event)
 
     def order(self, first: int, then: int) -> None:
         """What the stream `then` is given from now on comes after what `first` was given."""
@@ -229,13 +230,13 @@ class Device:
     def close(self) -> None:
         """Waits for nothing: whoever runs plans closes them first. Safe to call twice."""
         self.watchdog.close()
-        for event in self._events:
+        for event in (*self._events, *self._timed):
             self.driver.event_destroy(event)
         for stream in self._streams:
             self.driver.stream_destroy(stream)
         for block in self._pinned:
             block.close()
-        self._events, self._streams, self._pinned, self._kept = [], [], [], []
+        self._events, self._timed, self._streams, self._pinned, self._kept = [], [], [], [], []
         with _gates:
             _armed.pop(id(self), None)
 

@@ -1,0 +1,119 @@
+"""The path `auto` for one mover: what can run here, what is known of a request, and whose time is learned from.
+
+Owns the rule of which times count. A transfer is timed only if nothing of the mover was under way when it began, and
+its time is dropped if one of the other direction begins before it is over: those share the link. So at most one is
+watched at a time. Whether its time is there is looked at when the next transfer is submitted; nothing waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.hw.gpu.device import Device
+from dovetail.kv import costs as measured
+from dovetail.kv import staging
+from dovetail.kv.choose import VECTOR_BYTES, Choice, Costs, Path, Shape, estimate, is_aligned
+from dovetail.kv.learn import Learner, Request
+from dovetail.kv.planner import Direction, Table
+
+_MOST_SHAPES = 4096  # whose estimates are kept
+
+
+class Timed(Protocol):
+    """A transfer with its time."""
+
+    direction: Direction
+    choice: Choice
+    time_us: float
+
+    def is_over(self) -> bool: ...
+
+
+class Auto:
+    """Chooses and learns. Called by one thread, as the mover is."""
+
+    def __init__(
+        self,
+        device: Device,
+        cache: int,
+        costs: Costs | None,
+        paths: Collection[Path | str],
+        *,
+        has_launch: bool,
+        learn: bool,
+    ) -> None:
+        """For a cache at an address; `has_launch`: staged has a kernel, whether or not Triton is here."""
+        self._device, self._cache, self._costs = device, cache, costs
+        self._paths = frozenset(Path(path) for path in paths)
+        self._has_launch, self._learn = has_launch, learn
+        self._learner = Learner()
+        self._requests: dict[tuple[Direction, bool, int, int, frozenset[Path]], Request] = {}
+        self._watched: tuple[Timed, Request | None] | None = None
+
+    def choose(
+        self, direction: Direction, table: Table, *, beside: bool, is_clear: bool
+    ) -> tuple[Choice, Request | None]:
+        """The path, and what learns from the transfer: nothing if others are under way (not `is_clear`)."""
+        is_timed = self._learn and is_clear and table.size_bytes > 0
+        request = self._request(direction, table, beside, self._can())
+        if Path.STAGED in request.near() and not self._can_stage(table):
+            request = self._request(direction, table, beside, self._can() - {Path.STAGED})
+        return request.choose(is_timed=is_timed), request if is_timed else None
+
+    def watch(self, transfer: Timed, request: Request) -> None:
+        """Its time is noted when it is over."""
+        self._watched = transfer, request
+
+    def look(self, direction: Direction) -> None:
+        """To be called before a transfer begins: takes the time of the one that is watched, if that is over."""
+        if self._watched is None:
+            return
+        transfer, request = self._watched
+        if transfer.is_over():
+            self._watched = None
+            if request:
+                request.note(transfer.choice.path, transfer.time_us)
+        elif transfer.direction is not direction:  # one of its own direction comes behind it
+            self._watched = transfer, None
+
+    def leave_out(self, path: Path) -> None:
+        """It is not taken any more."""
+        self._paths -= {path}
+
+    def _request(self, direction: Direction, table: Table, beside: bool, paths: frozenset[Path]) -> Request:
+        """A shape that was seen before is estimated once."""
+        key = (direction, beside, table.size_bytes, int(table.rows.sum()), paths)
+        found = self._requests.get(key)
+        if found is None:
+            if self._costs is None:
+                self._costs = measured.current(self._device.driver.name, self._device.name)
+            if len(self._requests) >= _MOST_SHAPES:
+                self._requests.clear()
+            shape = Shape.of(table)
+            known = estimate(direction, shape, self._costs, beside=beside, paths=paths)
+            found = self._requests[key] = self._learner.request(direction, beside, shape, paths, known)
+        return found
+
+    def _can(self) -> frozenset[Path]:
+        """The paths that may be taken here."""
+        caps = self._device.caps
+        paths = self._paths if caps.batched_copy else self._paths - {Path.DMA_BATCH}
+        staged = not self._cache % VECTOR_BYTES and caps.stream_gates and (self._has_launch or staging.has_kernel())
+        return paths if staged else paths - {Path.STAGED}
+
+    def _can_stage(self, table: Table) -> bool:
+        """Can the kernel move these rows, and do any of them gain by it?"""
+        half = staging.CHUNK_BYTES // 2
+        # Mostly the first copy says so, in a tenth of the time.
+        gains = len(table) and table.rows[0] > 1 and table.host_pitch[0] == table.width[0] <= half
+        return bool(gains or gains_by_staging(table, staging.CHUNK_BYTES).any()) and is_aligned(table)
+
+
+def gains_by_staging(table: Table, chunk_bytes: int) -> NDArray[np.bool_]:
+    """Which copies do: those of rows that are contiguous on the host only, several to a chunk."""
+    found: NDArray[np.bool_] = (table.rows > 1) & (table.host_pitch == table.width) & (table.width <= chunk_bytes // 2)
+    return found
