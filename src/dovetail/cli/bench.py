@@ -1,4 +1,4 @@
-"""`dovetail bench`: our collectives beside Open MPI, gloo and NCCL, or a GPU's copy engines beside loops of copies."""
+"""`dovetail bench`: our collectives beside Open MPI, gloo and NCCL; a GPU's copy engines; KV caches; overlap."""
 
 from __future__ import annotations
 
@@ -43,11 +43,19 @@ dovetail bench kv --backend cuda --layout all --tokens 1K,8K,32K --cache 64G --p
 dovetail bench kv --serve
 
 dovetail bench kv --serve --backend cuda --model llama-8b --tokens 1K,8K,32K --hit 0.5,0.9 --pin 40G
+
+dovetail bench overlap --quick
+
+dovetail bench overlap --suite llama --backend cuda --energy --pin 12G --plot plots --json overlap.json
+
+dovetail bench overlap --scenario '70b-decode+*' --strategy streams,dma --iters 15
 """
 _EVERY = "all"
 _BEGIN, _FACTOR = "1K", 4.0
-KV = "kv"
-_COLLECTIVE_HELP = f"{', '.join(COLLECTIVES)}, {_EVERY}, or kv; with --backend cuda and host peers: {', '.join(WORK)}."
+KV, OVERLAP = "kv", "overlap"
+_COLLECTIVE_HELP = (
+    f"{', '.join(COLLECTIVES)}, {_EVERY}, kv, overlap; with --backend cuda and host peers: {', '.join(WORK)}."
+)
 _BASELINE_HELP = f"Out of {', '.join(OURS[CPU])}; between ranks on GPUs {', '.join(OURS[CUDA])}; or none. Default: all."
 _END, _RANKS = "16M", {CPU: 2, CUDA: 4}
 _NONE = "none"
@@ -92,6 +100,10 @@ def bench(
     requests: Annotated[int | None, typer.Option(help="--serve: how many are served in a pass.")] = None,
     new: Annotated[int | None, typer.Option(help="--serve: tokens to decode of each request: 4.")] = None,
     offload: Annotated[str | None, typer.Option(help="--serve: also contexts in host memory, in tokens.")] = None,
+    suite: Annotated[str | None, typer.Option(help="overlap: llama.")] = None,
+    scenario: Annotated[str | None, typer.Option(help="overlap: names of scenarios, * for anything.")] = None,
+    strategy: Annotated[str | None, typer.Option(help="overlap: streams, dma, ...; serial is always there.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="DIR", help="overlap: also write plots (.html) to DIR.")] = None,
     json: Json = None,
 ) -> None:
     """Measure a collective beside its baselines, in the manner of nccl-tests.
@@ -102,18 +114,34 @@ def bench(
     With --backend cuda rank 0 is the GPU and its peers are pinned host memory of this process: what is timed is what
     crosses the link. There are also copies (single ones) and beside (a GEMM beside transfers). With --peers ranks there
     are rank processes with tensors on their GPUs, which ranks beyond the GPUs share; a call ends when the GPU is done.
+
+    overlap: pairs of a computation and a communication, by every strategy: which share of the ideal speedup each has,
+    and how near `auto` and other policies come to the best. On a CPU between ranks, on a GPU with host memory.
     """
     one_of("backend", backend, BACKENDS)
     one_of("peers", peers or _HOST, PEERS)
     kv: dict[str, Any] = {"layout": layout, "tokens": tokens, "cache": cache, "path": path, "outermost": outermost}
     kv |= {"direction": direction, "beside": beside}
     serving: dict[str, Any] = {"model": model, "hit": hit, "requests": requests, "new": new, "offload": offload}
+    paired: dict[str, Any] = {"suite": suite, "scenario": scenario, "strategy": strategy, "plot": plot}
+    changed = {"begin": begin != _BEGIN, "factor": factor != _FACTOR, "variant": variant != AUTO}
+    changed |= {"tensors": tensors != TENSORS[0], "dtype": dtype != DTYPES[0]}
+    if collective == OVERLAP:
+        from dovetail.cli import _overlap
+
+        _refuse({name: given is not None for name, given in (kv | serving).items()} | {"serve": serve}, KV)
+        unfit: dict[str, Any] = {"peers": peers, "end": end, "baseline": baseline}
+        _refuse({name: given is not None for name, given in unfit.items()} | changed, "collectives")
+        bounds = Bounds(force=force, pin_bytes=None if pin is None else parse_bytes(pin))
+        asked = _overlap.Asked(**paired, ranks=ranks, rounds=iters, quick=quick, energy=energy)
+        _overlap.bench(backend, asked, bounds, json)
+        return
+    _refuse({name: given is not None for name, given in paired.items()}, OVERLAP)
     if collective == KV:
         from dovetail.cli import _kv
 
         others = {"peers": peers, "ranks": ranks, "end": end, "baseline": baseline}
-        changed = {"begin": begin != _BEGIN, "factor": factor != _FACTOR, "variant": variant != AUTO}
-        changed |= {"tensors": tensors != TENSORS[0], "dtype": dtype != DTYPES[0], "energy": energy}
+        changed |= {"energy": energy}
         _refuse({name: given is not None for name, given in others.items()} | changed, "collectives")
         bounds = Bounds(force=force, pin_bytes=None if pin is None else parse_bytes(pin))
         if serve:

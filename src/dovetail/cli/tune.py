@@ -26,8 +26,10 @@ dovetail tune --only coll --ranks 2,4,8 --budget 2m --json tune.json
 dovetail tune --backend cuda --ranks 4
 
 dovetail tune --backend cuda --only kv --cache 32G
+
+dovetail tune --backend cuda --only overlap --budget 60s
 """
-_SECTIONS = ("coll", "kv")
+_SECTIONS = ("coll", "kv", "overlap")
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -40,7 +42,7 @@ def tune(
     only: Annotated[str, typer.Option(help=f"Sections of the profile, out of {', '.join(_SECTIONS)}.")] = "coll",
     backend: Annotated[str, typer.Option(help="cpu, or cuda: tensors on GPUs, shared by ranks beyond them.")] = CPU,
     budget: Annotated[str, typer.Option(help="Time for everything, such as 60s or 2m; kv: from 2m on, more.")] = "60s",
-    ranks: Annotated[str | None, typer.Option(help="coll: numbers of ranks to measure: 2,4.")] = None,
+    ranks: Annotated[str | None, typer.Option(help="Numbers of ranks to measure: 2,4; overlap: one.")] = None,
     begin: Annotated[str | None, typer.Option("--begin", "-b", help="coll: smallest size: 1K.")] = None,
     end: Annotated[str | None, typer.Option("--end", "-e", help="coll: largest size: 16M.")] = None,
     factor: Annotated[float | None, typer.Option("--factor", "-f", help="coll: from one size to the next: 4.")] = None,
@@ -53,6 +55,9 @@ def tune(
     With --only kv: what every path between a KV cache and host memory costs, on an idle GPU and beside computation;
     `auto` of dovetail.kv estimates with it.
 
+    With --only overlap: how much a computation and a communication slow each other down, by strategy; `auto` of
+    dovetail.overlap estimates with it.
+
     The profile goes to ~/.cache/dovetail/ or DOVETAIL_PROFILE; figures in it for other numbers of ranks and for the
     other backend are kept, and so is all else in it. A variant with a wrong result is never chosen. Exit 1 if there was
     one. On a GPU the collectives' `auto` uses the figures where the self-test has passed (dovetail doctor --selftest).
@@ -63,9 +68,20 @@ def tune(
     for name in words(only):
         if name not in _SECTIONS:
             raise ValueError(f"--only: {name!r} is not known; there are {', '.join(_SECTIONS)}")
-    if "kv" in words(only):
-        if only != "kv":
-            raise ValueError("--only: measure kv by itself")
+    for name in ("kv", "overlap"):
+        if name in words(only) and only != name:
+            raise ValueError(f"--only: measure {name} by itself")
+    if only == "overlap":
+        refuse({"begin": begin, "end": end, "factor": factor}, "--only coll")
+        refuse({"cache": cache}, "--only kv")
+        from dovetail.cli import _overlap
+
+        number = _numbers(ranks) if ranks is not None else [None]
+        if len(number) != 1:
+            raise ValueError(f"--ranks: with --only overlap one number of ranks is measured, not {ranks}")
+        _overlap.tune(backend, number[0], parse_seconds(budget), force, json)
+        return
+    if only == "kv":
         refuse({"ranks": ranks, "begin": begin, "end": end, "factor": factor}, "--only coll")
         from dovetail.cli import _kv
 

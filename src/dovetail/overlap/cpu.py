@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from dovetail import env
 from dovetail.errors import NotSupported
 from dovetail.overlap.strategy import PARTITIONED, Setting, Strategy
 from dovetail.overlap.tasks import Communication, Computation, Launched, Mark, Mover, Pending, Side
@@ -28,7 +29,9 @@ class CpuPlace:
     core_step = 1
 
     def __init__(self) -> None:
-        self._all = sorted(os.sched_getaffinity(0))
+        cores = sorted(os.sched_getaffinity(0))
+        turn = (env.rank() or 0) % len(cores)
+        self._all = cores[turn:] + cores[:turn]  # ranks that share their cores keep different ones for themselves
         self.num_cores = len(self._all)
         self._pool: ThreadPoolExecutor | None = None
         self._worker = 0  # the pool's thread, as the kernel numbers it

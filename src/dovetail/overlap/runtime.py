@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 #: Pairs that are remembered.
 _MOST_PAIRS = 256
 _FORCED = "asked for"
-_MOST_CONTENDERS = 4
+_MOST_CONTENDERS = 5
 _SPLIT = 2  # steps of cores that a communication gets of a partition
 ROUNDS_BEFORE_KEPT = ROUNDS * _MOST_CONTENDERS  #: runs of a pair after which it runs in the way that is kept
 
@@ -181,7 +181,7 @@ class Runtime:
         if env.disable():
             pair = _Pair(Trials([_baseline(ranking)]), "DOVETAIL_DISABLE is set")
         else:
-            pair = _Pair(Trials([s for s in _contenders(ranking) if self._can(s)]), ranking.reason)
+            pair = _Pair(Trials([s for s in contenders(ranking) if self._can(s)]), ranking.reason)
         while len(self._pairs) >= _MOST_PAIRS:
             self._pairs.pop(next(iter(self._pairs)))
         self._pairs[load, comm.traffic] = pair
@@ -261,11 +261,15 @@ class Runtime:
         self.close()
 
 
-def _contenders(ranking: policy.Ranking) -> list[Setting]:
-    """The chosen one, the second, one after the other, and plain streams: what the user would have without us."""
+def contenders(ranking: policy.Ranking) -> list[Setting]:
+    """What is tried of a pair that comes again, the chosen one first.
+
+    It and the second; `dma`, which most often wins, in case it was estimated wrongly; one after the other, and plain
+    streams: what the user would have without us.
+    """
     order = ranking.order
-    plain = [next((s for s in order if s.strategy is strategy), None) for strategy in _PLAIN]
-    return [s for s in (*order[: _MOST_CONTENDERS - len(plain)], *plain) if s is not None]
+    always = [next((s for s in order if s.strategy is strategy), None) for strategy in (Strategy.DMA, *_PLAIN)]
+    return list(dict.fromkeys(s for s in (*order[: _MOST_CONTENDERS - len(always)], *always) if s is not None))
 
 
 _PLAIN = (Strategy.SERIAL, Strategy.STREAMS)

@@ -13,8 +13,8 @@ from dovetail.errors import NotSupported
 
 #: name of a line -> its points (x, y)
 Lines = Mapping[str, Sequence[tuple[float, float]]]
-# Apart also for people who can't tell red from green (Okabe and Ito).
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+#: Apart also for people who can't tell red from green (Okabe and Ito).
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _DASHES = ("solid", "dash", "dot")
 
 
@@ -76,8 +76,8 @@ def _styles(names: list[str], like: Mapping[str, str]) -> dict[str, dict[str, An
     styles = {}
     for name in names:
         number = families.index(like.get(name, name))
-        dash = number // len(_COLORS) + (name in like)
-        styles[name] = {"color": _COLORS[number % len(_COLORS)], "dash": _DASHES[dash % len(_DASHES)]}
+        dash = number // len(COLORS) + (name in like)
+        styles[name] = {"color": COLORS[number % len(COLORS)], "dash": _DASHES[dash % len(_DASHES)]}
     return styles
 
 
