@@ -23,7 +23,10 @@ import pytest
 
 LIMIT_S = 100.0
 #: What ranks use. None of it reads the environment, which ranks get when they begin.
-PRELOADED = ("torch", "torch.distributed", "pytest", "dovetail.coll", "dovetail.hw.cpu._native", "tests.ranks.workers")
+PRELOADED = (
+    "torch", "torch.distributed", "torch.distributed.fsdp", "torch._dynamo", "pytest", "dovetail.coll",
+    "dovetail.hw.cpu._native", "dovetail.overlap.runtime", "dovetail.overlap.fsdp", "tests.ranks.workers",
+)  # fmt: skip
 
 
 def _serve(pipe: Any, rank: int, env: dict[str, str]) -> None:

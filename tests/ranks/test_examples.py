@@ -32,7 +32,9 @@ def test_example(path: Path) -> None:
     assert _run(path).strip()
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/quickstart.md", "docs/streaming.md", "docs/transformers.md", "docs/overlap.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/quickstart.md", "docs/streaming.md", "docs/transformers.md", "docs/overlap.md"]
+)
 def test_code_of_the_docs(tmp_path: Path, name: str) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
     assert blocks
