@@ -363,7 +363,7 @@ def test_scenarios_on_a_stand_in_driver(found: dict[str, Any]) -> None:
     for name in {row["scenario"] for row in rows}:
         here = [row["setting"] for row in settings if row["scenario"] == name]
         splits = [f"{s} {k}" for s in ("partition", "priority+partition") for k in (8, 16, 32, 64)]
-        movers = ["serial by engines", "serial by cores", "streams", "priority"]
+        movers = ["serial by engines", "serial by cores", "streams", "priority", "streams 32", "priority 32"]
         assert here == [*movers, *splits, "dma", "dma+partition 8"]
     assert {row["iterations"] for row in rows} == {2}
     sizes = {row["scenario"]: (row["size_bytes"], row["crossing_bytes"]) for row in rows}

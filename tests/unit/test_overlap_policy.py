@@ -182,12 +182,13 @@ def names(
 
 
 def test_the_settings_of_a_pair() -> None:
-    cores = "streams, priority, partition 8, partition 16, partition 32, partition 64, "
+    cores = "streams, priority, streams 32, priority 32, partition 8, partition 16, partition 32, partition 64, "
     cores += "priority+partition 8, priority+partition 16, priority+partition 32, priority+partition 64"
     assert names() == f"serial by engines, serial by cores, {cores}, dma, dma+partition 8"
     assert names(movers=[Mover.CORES]) == f"serial by cores, {cores}"
     assert names(movers=[Mover.ENGINES]) == "serial by engines, dma, dma+partition 8"
-    assert names(partition=False) == "serial by engines, serial by cores, streams, priority, dma"
+    plain = "streams, priority, streams 32, priority 32"
+    assert names(partition=False) == f"serial by engines, serial by cores, {plain}, dma"
     assert names(traffic=dataclasses.replace(GATHER, local=True)) == f"serial by engines, serial by cores, {cores}"
 
 

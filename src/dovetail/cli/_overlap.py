@@ -35,6 +35,7 @@ class Asked:
     rounds: int | None
     quick: bool
     energy: bool
+    least: float | None
     plot: Path | None
 
 
@@ -76,7 +77,7 @@ def bench(backend: str, asked: Asked, bounds: Bounds, json: Path | None) -> None
 
 def _spec(asked: Asked, backend: str) -> Spec:
     from dovetail.bench.overlap import Spec, pick, suite
-    from dovetail.bench.overlap.spec import QUICK_ROUNDS, ROUNDS
+    from dovetail.bench.overlap.spec import LEAST_US, QUICK_ROUNDS, ROUNDS
     from dovetail.cli.bench import words
     from dovetail.overlap.strategy import named
 
@@ -88,6 +89,7 @@ def _spec(asked: Asked, backend: str) -> Spec:
         rounds=(QUICK_ROUNDS if asked.quick else ROUNDS) if asked.rounds is None else asked.rounds,
         ranks=_RANKS[backend] if asked.ranks is None else asked.ranks,
         energy=asked.energy,
+        least_us=LEAST_US if asked.least is None else asked.least,
     )
 
 
@@ -156,7 +158,7 @@ def _show(rows: list[Row], backend: str) -> None:
     from dovetail.bench.overlap import verdict
 
     console = Console() if sys.stdout.isatty() else Console(width=120)
-    title = "share of the ideal speedup; times alone in us; of a partition the best number of cores"
+    title = "share of the ideal speedup, with the best number of cores; times alone in us"
     table = Table(title=f"overlap, {backend}: {title}", title_justify="left", box=None, padding=(0, 1, 0, 0))
     best = verdict.best_by_strategy(rows)
     strategies = [name for name in _SHORT if any(row["strategy"] == name for row in best)]

@@ -12,13 +12,14 @@ and only figures of the kind "local" hold.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dovetail.measure.sizes import format_bytes
 from dovetail.overlap import ideal
 from dovetail.overlap.strategy import ALL, BY_ENGINES, PARTITIONED, Setting, Strategy
-from dovetail.overlap.tables import TUNE, Beside, Tables
+from dovetail.overlap.tables import TUNE, Beside, Lines, Tables
 from dovetail.overlap.tasks import Bound, Load, Mover, Traffic
 
 #: From here on `dma` is the default where nothing was measured: four fifths of such a copy are copying (A, MI300X).
@@ -26,6 +27,7 @@ DEFAULT_DMA_BYTES = 1 << 20
 NEAR = 0.02  #: two estimates that differ by less are equal, and energy decides
 _SPLITS = (1, 2, 4, 8)  # times core_step: the partitions that are tried
 _SHOWN = 4  # in a reason
+_WIDE = 4  # times core_step: a kernel of more programs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +46,17 @@ class Ranking:
 
     order: tuple[Setting, ...]  #: all that are available: the chosen one, the others by time, those without figures
     predictions: tuple[Prediction, ...]  #: the fastest first; none where nothing was measured
-    reason: str
+    words: Callable[[], str]  #: makes the reason, which few ask for
 
     @property
     def choice(self) -> Setting:
         """The one to run."""
         return self.order[0]
+
+    @property
+    def reason(self) -> str:
+        """Why, with the figures."""
+        return self.words()
 
 
 # --- what is known of a computation ----------------------------------------------------------------------------------
@@ -133,6 +140,8 @@ def candidates(
     found = [Setting(Strategy.SERIAL, mover=mover) for mover in Mover if mover in movers]
     if Mover.CORES in movers:
         found += [Setting(Strategy.STREAMS), Setting(Strategy.PRIORITY)]
+        if 2 * _WIDE * core_step <= num_cores:  # more of them get in beside a computation that has all cores
+            found += [Setting(strategy, _WIDE * core_step) for strategy in (Strategy.STREAMS, Strategy.PRIORITY)]
         found += [Setting(s, k) for s in (Strategy.PARTITION, Strategy.PRIORITY_PARTITION) for k in splits]
     if Mover.ENGINES in movers and not traffic.local:
         found += [Setting(Strategy.DMA), *(Setting(Strategy.DMA_PARTITION, k) for k in splits[:1])]
@@ -228,20 +237,36 @@ def _together(
     A partition that was not measured beside is estimated as C does, from the slowdowns by cores. A figure below 1 is
     noise, but for a computation that goes without some cores: one that waits for memory may gain by it.
     """
-    compute_own, comm_own = _own(setting, bound, traffic, tables)
-    row = tables.both(setting, bound, traffic)
-    if row is None:
+    fit = tables.served((setting, bound), traffic, lambda: _fit(setting, bound, traffic, tables))
+    compute_own, comm_own = fit.compute_own, fit.comm_own
+    if fit.lines is None:
         if setting.strategy not in PARTITIONED - BY_ENGINES or compute_own is None or comm_own is None:
             return None
-        return max(compute_us * compute_own, comm_us * comm_own), (f"{setting}: from slowdowns by cores",)
-    compute = row.compute_slowdown if setting.strategy in PARTITIONED else max(row.compute_slowdown, 1.0)
-    comm = max(row.comm_slowdown, 1.0)
+        return max(compute_us * compute_own, comm_us * comm_own), fit.notes
+    compute, comm = fit.lines.at(traffic.size_bytes)
+    compute, comm = compute if setting.strategy in PARTITIONED else max(compute, 1.0), max(comm, 1.0)
     compute_lasts = compute if compute_own is None else min(compute_own, compute)
     comm_lasts = comm if comm_own is None else min(comm_own, comm)
     time_us = ideal.together_us(
         compute_us * compute_lasts, comm_us * comm_lasts, compute / compute_lasts, comm / comm_lasts
     )
-    return time_us, _notes(setting, bound, traffic, row)
+    return time_us, fit.notes
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """All that a setting's estimate needs and that does not depend on sizes and times: found out once."""
+
+    compute_own: float | None
+    comm_own: float | None
+    lines: Lines | None
+    notes: tuple[str, ...]
+
+
+def _fit(setting: Setting, bound: Bound, traffic: Traffic, tables: Tables) -> _Fit:
+    lines = tables.like(setting, bound, traffic)
+    notes = _notes(setting, bound, traffic, lines.first) if lines else (f"{setting}: from slowdowns by cores",)
+    return _Fit(*_own(setting, bound, traffic, tables), lines, notes)
 
 
 def _own(setting: Setting, bound: Bound, traffic: Traffic, tables: Tables) -> tuple[float | None, float | None]:
@@ -274,20 +299,27 @@ def _other_kind(traffic: Traffic, kind: str) -> tuple[str, ...]:
 def _ranking(
     ranked: list[Prediction], traffic: Traffic, available: Collection[Setting], tables: Tables, notes: list[str]
 ) -> Ranking:
-    """The choice, in words: the fastest few and `serial`."""
+    """The choice."""
     best = _thriftiest([p for p in ranked if p.time_us <= ranked[0].time_us * (1 + NEAR)], traffic)
+    order = [best.setting, *(p.setting for p in ranked if p is not best)]
+    unknown = sorted(set(available) - set(order), key=_standing)
+    words = functools.partial(_words, tuple(ranked), best, unknown, tables.source, tuple(notes))
+    return Ranking(order=(*order, *unknown), predictions=tuple(ranked), words=words)
+
+
+def _words(
+    ranked: Sequence[Prediction], best: Prediction, unknown: Sequence[Setting], source: str, notes: Iterable[str]
+) -> str:
+    """The fastest few and `serial`, and what to know of them."""
     serial = [p for p in ranked if p.setting.strategy is Strategy.SERIAL][:1]
     shown = list({id(p): p for p in (*ranked[:_SHOWN], best, *serial)}.values())
     if best is not ranked[0]:
         notes = [f"{best.setting} is within {NEAR:.0%} of the fastest and takes less energy", *notes]
-    order = [best.setting, *(p.setting for p in ranked if p is not best)]
-    unknown = sorted(set(available) - set(order), key=_standing)
     if unknown:
         notes = [*notes, f"without figures: {', '.join(map(str, unknown))}"]
     notes = [*notes, *(note for p in shown for note in p.notes)]
     figures = ", ".join(f"{p.setting} {_microseconds(p.time_us)}" for p in shown)
-    reason = "; ".join((f"{figures} ({tables.source})", *dict.fromkeys(notes)))
-    return Ranking(order=(*order, *unknown), predictions=tuple(ranked), reason=reason)
+    return "; ".join((f"{figures} ({source})", *dict.fromkeys(notes)))
 
 
 def _thriftiest(near: Iterable[Prediction], traffic: Traffic) -> Prediction:
@@ -316,7 +348,7 @@ def _default(traffic: Traffic, available: Collection[Setting], why: str) -> Rank
         words = f"it has less than {format_bytes(DEFAULT_DMA_BYTES)}"
     else:
         words = "engines cannot move it"
-    return Ranking(order=tuple(order), predictions=(), reason=f"{order[0]}: {why}; {words}")
+    return Ranking(order=tuple(order), predictions=(), words=lambda: f"{order[0]}: {why}; {words}")
 
 
 def _standing(setting: Setting) -> tuple[bool, int, bool, int]:

@@ -33,7 +33,6 @@ from dovetail.overlap.trials import ROUNDS, Trials
 logger = logging.getLogger(__name__)
 #: Pairs that are remembered.
 _MOST_PAIRS = 256
-_FORCED = "asked for"
 _MOST_CONTENDERS = 5
 _SPLIT = 2  # steps of cores that a communication gets of a partition
 ROUNDS_BEFORE_KEPT = ROUNDS * _MOST_CONTENDERS  #: runs of a pair after which it runs in the way that is kept
@@ -47,8 +46,13 @@ class Outcome:
 
     value: Any  #: what the computation returned
     setting: Setting
-    reason: str
+    why: Callable[[], str]  #: makes the reason, which few ask for
     pending: Pending | None = None
+
+    @property
+    def reason(self) -> str:
+        """Why this setting."""
+        return self.why()
 
     @property
     def strategy(self) -> Strategy:
@@ -67,13 +71,18 @@ class _Pair:
     """What is known of two that belong together."""
 
     trials: Trials
-    reason: str
+    why: Callable[[], str]
     waiting: deque[tuple[Setting, int, int]] = field(default_factory=deque)  #: events of runs that are not read yet
 
     def decide(self, figures: list[float]) -> None:
         """Keeps the fastest, or tries again."""
         self.trials.decide(figures)
-        self.reason = f"{'tried again' if self.trials.is_trying else 'measured'}: {self.trials.why()}"
+        reason = f"{'tried again' if self.trials.is_trying else 'measured'}: {self.trials.why()}"
+        self.why = lambda: reason
+
+
+def _forced() -> str:
+    return "asked for"
 
 
 class Runtime:
@@ -96,7 +105,7 @@ class Runtime:
         if strategy != AUTO:
             setting = self.forced(comm, strategy, cores)
             launched = self.place.launch(task, comm, setting, main)
-            return Outcome(launched.value, setting, _FORCED, launched.pending)
+            return Outcome(launched.value, setting, _forced, launched.pending)
         pair = self._pairs.get((task.load, comm.traffic)) or self._new(task.load, comm)
         setting = self._next(pair, comm)
         if not pair.trials.wants_time:
@@ -105,7 +114,7 @@ class Runtime:
             begin = self._stamp(main)
             launched = self.place.launch(task, comm, setting, main)
             self._note(pair, setting, begin, self._stamp(main))
-        return Outcome(launched.value, setting, pair.reason, launched.pending)
+        return Outcome(launched.value, setting, pair.why, launched.pending)
 
     @contextlib.contextmanager
     def beside(self, comm: Communication, strategy: str = AUTO, *, cores: int = 0, name: str = "") -> Iterator[Outcome]:
@@ -113,12 +122,12 @@ class Runtime:
         main = self._main()
         pair: _Pair | None = None
         if strategy != AUTO:
-            setting, reason = self.forced(comm, strategy, cores), _FORCED
+            setting, why = self.forced(comm, strategy, cores), _forced
         else:
             load = Load(name=name)
             pair = self._pairs.get((load, comm.traffic)) or self._new(load, comm)
-            setting, reason = self._next(pair, comm), pair.reason
-        outcome = Outcome(None, setting, reason)
+            setting, why = self._next(pair, comm), pair.why
+        outcome = Outcome(None, setting, why)
         begin = self._stamp(main) if pair is not None and pair.trials.wants_time else 0
         with self.place.beside(comm, setting, main) as started:
             yield outcome
@@ -163,7 +172,7 @@ class Runtime:
         )  # fmt: skip
 
     def _available(self, comm: Communication) -> tuple[Setting, ...]:
-        """Of the partitions one: a choice among all of them would take longer than it saves."""
+        """Of a strategy one number of cores: a choice among all of them would take longer than it saves."""
         key = (comm.movers, comm.traffic.local)
         if key not in self._settings:
             place = self.place
@@ -171,21 +180,23 @@ class Runtime:
                 comm.traffic, comm.movers, num_cores=place.num_cores, core_step=place.core_step,
                 has_partition=place.has_partition,
             )  # fmt: skip
-            cores = max({s.cores for s in every if s.cores <= _SPLIT * place.core_step}, default=0)
-            few = (Strategy.PARTITION, Strategy.PRIORITY_PARTITION)
-            self._settings[key] = tuple(s for s in every if s.strategy not in few or s.cores == cores)
+            split = max({s.cores for s in every if s.cores <= _SPLIT * place.core_step}, default=0)
+            cores = dict.fromkeys((Strategy.PARTITION, Strategy.PRIORITY_PARTITION), split)
+            cores |= dict.fromkeys((Strategy.STREAMS, Strategy.PRIORITY), 0)
+            self._settings[key] = tuple(s for s in every if s.cores == cores.get(s.strategy, s.cores))
         return self._settings[key]
 
     def _new(self, load: Load, comm: Communication) -> _Pair:
         ranking = self._ranking(load, comm)
         if env.disable():
-            pair = _Pair(Trials([_baseline(ranking)]), "DOVETAIL_DISABLE is set")
+            pair = _Pair(Trials([_baseline(ranking)]), lambda: "DOVETAIL_DISABLE is set")
         else:
-            pair = _Pair(Trials([s for s in contenders(ranking) if self._can(s)]), ranking.reason)
+            pair = _Pair(Trials([s for s in contenders(ranking) if self._can(s)]), ranking.words)
         while len(self._pairs) >= _MOST_PAIRS:
             self._pairs.pop(next(iter(self._pairs)))
         self._pairs[load, comm.traffic] = pair
-        logger.info("%s beside %s: %s (%s)", comm.traffic.kind, load.name or "?", pair.trials.kept, pair.reason)
+        if logger.isEnabledFor(logging.INFO):
+            logger.info("%s beside %s: %s (%s)", comm.traffic.kind, load.name or "?", pair.trials.kept, pair.why())
         return pair
 
     def _can(self, setting: Setting) -> bool:

@@ -24,7 +24,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, TypeVar
 
@@ -39,6 +39,9 @@ TUNE = "dovetail tune --only overlap"
 LOCAL = "local"  #: the kind of all traffic inside one GPU
 REDUCING = frozenset({"all_reduce", "reduce_scatter", "reduce"})
 _ALIKE = (frozenset({"all_gather", "broadcast", "fetch", "store"}), frozenset({"all_to_all", "gather", "scatter"}))
+
+
+_Any = TypeVar("_Any")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +158,7 @@ class Tables:
 
     def comm_slowdown(self, traffic: Traffic, cores: int) -> Known | None:
         """Of a communication that so many cores move; None if nothing like it was measured."""
-        key = ("by cores", *_sort(traffic))
-        if key not in self._served:
-            self._served[key] = nearest(self.comm_by_cores, traffic, Mover.CORES)
-        kind = self._served[key]
+        kind = nearest(self.comm_by_cores, traffic, Mover.CORES)
         return Known(self.comm_by_cores[kind].at(cores), kind) if kind else None
 
     def comm_us(self, traffic: Traffic, mover: Mover) -> Known | None:
@@ -172,12 +172,11 @@ class Tables:
         return found[1].cores(traffic.size_bytes) if found else 0
 
     def _alone(self, traffic: Traffic, mover: Mover) -> tuple[str, BySize] | None:
-        key = (mover, *_sort(traffic))
-        if key not in self._served:
-            kind = nearest({kind for kind, by in self.alone if by is mover}, traffic, mover)
-            self._served[key] = (kind, self.alone[kind, mover]) if kind else None
-        found: tuple[str, BySize] | None = self._served[key]
-        return found
+        return self.served((mover,), traffic, lambda: self._nearest(traffic, mover))
+
+    def _nearest(self, traffic: Traffic, mover: Mover) -> tuple[str, BySize] | None:
+        kind = nearest({kind for kind, by in self.alone if by is mover}, traffic, mover)
+        return (kind, self.alone[kind, mover]) if kind else None
 
     def both(self, setting: Setting, bound: Bound, traffic: Traffic) -> Beside | None:
         """What a setting does to both; its bound, kind and cores are those of the measured figures that serve.
@@ -186,18 +185,24 @@ class Tables:
         cores (0 is only like 0); between two sizes on a line over the logarithm, beyond the last as there. None if
         nothing like it was measured.
         """
-        key = (setting, bound, *_sort(traffic))
-        if key not in self._served:
-            self._served[key] = _lines(self._like(setting, bound, traffic))
-        found = self._served[key]
+        found = lines(self._like(setting, bound, traffic))
         if found is None:
             return None
-        first, compute, comm = found
-        x = math.log(max(traffic.size_bytes, 1))
-        return Beside(
-            first.strategy, first.cores, first.bound, first.kind, traffic.size_bytes, _straight(compute, x),
-            _straight(comm, x),
-        )  # fmt: skip
+        compute, comm = found.at(traffic.size_bytes)
+        return replace(found.first, size_bytes=traffic.size_bytes, compute_slowdown=compute, comm_slowdown=comm)
+
+    def served(self, key: tuple[Any, ...], traffic: Traffic, make: Callable[[], _Any]) -> _Any:
+        """What `make` gives for a key and traffic of this sort, of whatever size; made once."""
+        full = (*key, traffic.kind, traffic.local, traffic.reduces)
+        try:
+            found: _Any = self._served[full]
+        except KeyError:
+            found = self._served[full] = make()
+        return found
+
+    def like(self, setting: Setting, bound: Bound, traffic: Traffic) -> Lines | None:
+        """The slowdowns of `both` for traffic of this sort, by size."""
+        return lines(self._like(setting, bound, traffic))
 
     def _like(self, setting: Setting, bound: Bound, traffic: Traffic) -> list[Beside]:
         """The measured ones that serve, by size."""
@@ -212,18 +217,27 @@ class Tables:
         return sorted((row for row in rows if row.cores == cores), key=lambda row: row.size_bytes)
 
 
-def _sort(traffic: Traffic) -> tuple[str, bool, bool]:
-    """What decides which figures serve: all but the size."""
-    return traffic.kind, traffic.local, traffic.reduces
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Slowdowns by size: both over its logarithm."""
+
+    first: Beside  #: its strategy, cores, bound and kind are those of all
+    compute: list[tuple[float, float]]
+    comm: list[tuple[float, float]]
+
+    def at(self, size_bytes: int) -> tuple[float, float]:
+        """Of the computation and of the communication."""
+        x = math.log(max(size_bytes, 1))
+        return _straight(self.compute, x), _straight(self.comm, x)
 
 
-def _lines(rows: list[Beside]) -> tuple[Beside, list[tuple[float, float]], list[tuple[float, float]]] | None:
-    """The first, and both slowdowns over the logarithm of the size."""
+def lines(rows: list[Beside]) -> Lines | None:
+    """Through rows in the order of their sizes; None without any."""
     if not rows:
         return None
     at = [math.log(row.size_bytes) for row in rows]
     compute, comm = [row.compute_slowdown for row in rows], [row.comm_slowdown for row in rows]
-    return rows[0], list(zip(at, compute, strict=True)), list(zip(at, comm, strict=True))
+    return Lines(rows[0], list(zip(at, compute, strict=True)), list(zip(at, comm, strict=True)))
 
 
 def nearest(kinds: Collection[str], traffic: Traffic, mover: Mover) -> str | None:

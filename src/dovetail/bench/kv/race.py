@@ -27,7 +27,7 @@ _POISON = 0xA5
 _SAMPLES = 64
 _TIMEOUT_S = 120.0
 _SHORT_US, _MOST_ROUNDS = 400_000.0, 4  # rounds go on for so long, up to so many times their number
-_MOST_WARM_US = 250_000.0  # of a contender
+_MOST_WARM_US = 250_000.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,12 +125,11 @@ def race(contenders: Sequence[Contender], rounds: int, load: Load | None) -> Non
 def _warm_up(going: Sequence[Contender], load: Load | None) -> None:
     """Runs all, and leaves with each about how long it takes.
 
-    Where `auto` is among them, all run as often as it needs to have tried its paths: in the state that is measured,
-    since what it learns is of that. Who takes very long runs less often.
+    `auto` runs as often as it needs to have tried its paths: in the state that is measured, since what it learns is of
+    that. If it takes very long, less often.
     """
-    learns = any(contender.name == Path.AUTO for contender in going)
     for contender in going:
-        taken = [contender.once()]
+        learns, taken = contender.name == Path.AUTO, [contender.once()]
         if learns and load:
             try:
                 load.beside(contender.once, taken[0][1])

@@ -25,7 +25,6 @@ from dovetail.overlap.tables import Tables
 from dovetail.overlap.tasks import Communication, Computation, Load, Mover, Traffic
 from dovetail.overlap.timing import Times
 
-LEAST_US = 300.0  #: of a computation whose communication is sized to it
 _PROBES = (32 << 10, 4 << 20)  # bytes in a direction: two points of a line
 _TRIES = 5
 _WARM_US, _MOST_WARM = 10_000.0, 16
@@ -151,7 +150,7 @@ def sample(
     unit_us = compute_us(site, work)
     piece_bytes = scenario.job.piece_bytes
     if not piece_bytes:
-        want_us = scenario.ratio * max(unit_us, LEAST_US)
+        want_us = scenario.ratio * max(unit_us, spec.least_us)
         piece_bytes = scaler.piece_bytes(scenario.job, want_us)
     made: Any = site.link(scenario.job, piece_bytes)
     comm: Communication = made.comm

@@ -20,6 +20,7 @@ SMALL_BYTES = 1 << 20  #: a message of so much and less, for each peer, is a sma
 LEAST_IDEAL = 1.2  #: speedup of a scenario, as it came out: with less the share of it is noise
 RATIOS = (1 / 4, 1 / 2, 1.0, 2.0, 4.0)  #: of the communication's time to the computation's
 ROUNDS, QUICK_ROUNDS = 7, 3
+LEAST_US, MOST_US = 300.0, 1e5
 FEWEST_ROUNDS = 2  #: the best is found in one half of them and judged in the other
 
 
@@ -99,12 +100,15 @@ class Spec:
     rounds: int = ROUNDS
     ranks: int = 4  #: on a GPU it is one of them, the others are host memory
     energy: bool = False
+    least_us: float = LEAST_US  #: of a computation whose communication is sized to it
 
     def __post_init__(self) -> None:
         if not self.scenarios:
             raise ValueError("a bench of overlap needs a scenario")
         if self.rounds < FEWEST_ROUNDS:
             raise ValueError(f"--iters: {self.rounds} must be at least {FEWEST_ROUNDS}: one half judges the other")
+        if not 1 <= self.least_us <= MOST_US:
+            raise ValueError(f"--least: {self.least_us:g} us must be 1 to {MOST_US:g}")
         if not 2 <= self.ranks <= 64:
             raise ValueError(f"--ranks: {self.ranks} must be 2 to 64")
         if Strategy.FUSED in self.strategies:
