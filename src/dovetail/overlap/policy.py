@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dovetail.measure.sizes import format_bytes
 from dovetail.overlap import ideal
@@ -30,9 +31,8 @@ _SHOWN = 4  # in a reason
 _WIDE = 4  # times core_step: a kernel of more programs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """The estimated time of a setting."""
+class Prediction(NamedTuple):
+    """The estimated time of a setting. A tuple: many are made for each choice."""
 
     setting: Setting
     time_us: float  #: until both are over

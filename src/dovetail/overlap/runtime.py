@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from dovetail import env
@@ -72,7 +72,7 @@ class _Pair:
 
     trials: Trials
     why: Callable[[], str]
-    waiting: deque[tuple[Setting, int, int]] = field(default_factory=deque)  #: events of runs that are not read yet
+    num_unread: int = 0  #: runs whose times were not there yet
 
     def decide(self, figures: list[float]) -> None:
         """Keeps the fastest, or tries again."""
@@ -94,6 +94,7 @@ class Runtime:
         self._device = device
         self._tables = known or tables.current(self.place.backend, device.name if device else "")
         self._pairs: dict[Key, _Pair] = {}
+        self._unread: deque[tuple[_Pair, Setting, int, int]] = deque()  # the events of runs, in their order
         self._settings: dict[tuple[frozenset[Mover], bool], tuple[Setting, ...]] = {}
 
     def run(
@@ -172,7 +173,7 @@ class Runtime:
         )  # fmt: skip
 
     def _available(self, comm: Communication) -> tuple[Setting, ...]:
-        """Of a strategy one number of cores: a choice among all of them would take longer than it saves."""
+        """Of a strategy one number of cores, and priority without a partition: a choice among all takes too long."""
         key = (comm.movers, comm.traffic.local)
         if key not in self._settings:
             place = self.place
@@ -181,9 +182,9 @@ class Runtime:
                 has_partition=place.has_partition,
             )  # fmt: skip
             split = max({s.cores for s in every if s.cores <= _SPLIT * place.core_step}, default=0)
-            cores = dict.fromkeys((Strategy.PARTITION, Strategy.PRIORITY_PARTITION), split)
-            cores |= dict.fromkeys((Strategy.STREAMS, Strategy.PRIORITY), 0)
-            self._settings[key] = tuple(s for s in every if s.cores == cores.get(s.strategy, s.cores))
+            cores = {Strategy.PARTITION: split, Strategy.STREAMS: 0, Strategy.PRIORITY: 0}
+            few = [s for s in every if s.strategy is not Strategy.PRIORITY_PARTITION]
+            self._settings[key] = tuple(s for s in few if s.cores == cores.get(s.strategy, s.cores))
         return self._settings[key]
 
     def _new(self, load: Load, comm: Communication) -> _Pair:
@@ -211,8 +212,8 @@ class Runtime:
 
     def _next(self, pair: _Pair, comm: Communication) -> Setting:
         trials = pair.trials
-        if pair.waiting:
-            self._read(pair)
+        if self._unread:
+            self._read()
         if trials.is_due:
             self._decide(pair, comm)
         return trials.next()
@@ -220,10 +221,10 @@ class Runtime:
     def _decide(self, pair: _Pair, comm: Communication) -> None:
         trials = pair.trials
         if comm.group is None or comm.group.size == 1:
-            if not pair.waiting or not trials.is_trying:
+            if not pair.num_unread or not trials.is_trying:
                 pair.decide(trials.figures())
             return
-        self._read(pair, wait=True)  # all ranks decide at the same call
+        self._read(wait=True)  # all ranks decide at the same call
         pair.decide(_slowest(trials.figures(), comm.group))
 
     # --- times
@@ -243,25 +244,29 @@ class Runtime:
         if self._device is None:
             pair.trials.note(setting, (end - begin) / 1e3)
         else:
-            pair.waiting.append((setting, begin, end))
+            pair.num_unread += 1
+            self._unread.append((pair, setting, begin, end))
 
-    def _read(self, pair: _Pair, *, wait: bool = False) -> None:
+    def _read(self, *, wait: bool = False) -> None:
         """The times of runs that are over."""
         device = self._device
-        while pair.waiting and device is not None:  # a CPU's are read at once
+        while self._unread and device is not None:  # a CPU's are read at once
             driver = device.driver
-            setting, begin, end = pair.waiting[0]
+            pair, setting, begin, end = self._unread[0]
             if wait:
                 driver.event_synchronize(end)
             elif not driver.event_done(end):
                 return
             pair.trials.note(setting, driver.event_elapsed_us(begin, end))
-            pair.waiting.popleft()
+            pair.num_unread -= 1
+            self._unread.popleft()
             for event in (begin, end):
                 device.give_event(event, timed=True)
 
     def close(self) -> None:
         """Waits for what is under way. Safe to call twice."""
+        if self._device is not None and self._unread:
+            self._read(wait=True)
         self.place.close()
         self._pairs.clear()
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +20,7 @@ from dovetail.kv.layout import Layout
 from dovetail.kv.learn import SETTLED
 from dovetail.kv.mover import Transfer
 from dovetail.kv.planner import Direction
+from dovetail.measure.interleave import orders
 from dovetail.measure.stats import median
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ def _watch(transfer: Transfer) -> None:
 
 
 def race(contenders: Sequence[Contender], rounds: int, load: Load | None) -> None:
-    """Checks all, times them round by round, each in a new order, and checks them again.
+    """Checks all, times them round by round, in orders that favour none, and checks them again.
 
     Whoever comes second to touch the same pages finds their translations at hand: in a fixed order that would always
     be the same contender, and it would look 10 % faster than it is.
@@ -143,12 +144,14 @@ def _warm_up(going: Sequence[Contender], load: Load | None) -> None:
 
 def _orders(going: list[Contender], rounds: int, load: Load | None) -> Iterator[list[Contender]]:
     """The orders of all rounds: at least `rounds`, more of them where a round is short."""
-    about_us = sum(contender.times_us[0] for contender in going)
+    if not going:
+        return
+    square, about_us = orders(len(going)), sum(contender.times_us[0] for contender in going)
     if load is None and about_us:
-        rounds = max(rounds, min(_MOST_ROUNDS * rounds, int(_SHORT_US / about_us)))
-    shuffle = random.Random(len(going)).sample
-    for _ in range(rounds):
-        yield shuffle(going, len(going))
+        most = max(_MOST_ROUNDS * rounds, len(square))  # in as many each has come behind each other one
+        rounds = max(rounds, min(most, int(_SHORT_US / about_us)))
+    for order in itertools.islice(itertools.cycle(square), rounds):
+        yield [going[n] for n in order]
 
 
 class Sample:

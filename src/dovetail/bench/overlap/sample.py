@@ -27,6 +27,7 @@ from dovetail.overlap.timing import Times
 
 _PROBES = (32 << 10, 4 << 20)  # bytes in a direction: two points of a line
 _TRIES = 5
+_NEAR_EDGE = (0.28, 3.6)  # what is aimed at instead of 1/4 and 4: sizes are rounded, and beyond there is little to gain
 _WARM_US, _MOST_WARM = 10_000.0, 16
 #: Who decides: we, by hints and tables; we, of a few that the runtime has tried; C; and three habits.
 AUTO, TRIED, CONCCL = "auto", "auto, tried", "conccl"
@@ -150,7 +151,7 @@ def sample(
     unit_us = compute_us(site, work)
     piece_bytes = scenario.job.piece_bytes
     if not piece_bytes:
-        want_us = scenario.ratio * max(unit_us, spec.least_us)
+        want_us = min(max(scenario.ratio, _NEAR_EDGE[0]), _NEAR_EDGE[1]) * max(unit_us, spec.least_us)
         piece_bytes = scaler.piece_bytes(scenario.job, want_us)
     made: Any = site.link(scenario.job, piece_bytes)
     comm: Communication = made.comm
