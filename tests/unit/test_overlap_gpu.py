@@ -1,17 +1,22 @@
-"""Two on one GPU, by every strategy, on the stand-in driver: order under delays, streams, shares, times, choices."""
+"""Two on one GPU, by every strategy, on the stand-in drivers of CUDA and HIP: order under delays, streams, shares,
+times, choices. HIP has no stream with both a mask and a priority: what is refused there has tests at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests import standin
 
 from dovetail.errors import NotSupported
 from dovetail.hw.gpu.device import Device
+from dovetail.hw.gpu.driver import WAIT, WORD, SourceOrder, Words
 from dovetail.hw.gpu.heap import Heap
+from dovetail.hw.gpu.hip import HipDriver
 from dovetail.overlap import Call, Load, LocalCommunication, Mover, Runtime, Setting, Strategy, policy
 from dovetail.overlap.gpu import GpuPlace
 from dovetail.overlap.runtime import ROUNDS_BEFORE_KEPT
@@ -19,7 +24,7 @@ from dovetail.overlap.timing import GpuTimer
 from dovetail.plan import passes
 from dovetail.plan.build import all_gather
 
-from .gpulib import Control, view
+from .gpulib import Control, number, until, view
 
 HOST = frozenset({1})
 SIZE = 4096
@@ -35,16 +40,45 @@ SETTINGS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def control() -> Control:
-    return Control()
+#: HIP gives a stream with a mask no priority.
+NOT_ON_HIP = Setting(Strategy.PRIORITY_PARTITION, 16)
+BACKENDS = ("cuda", "hip")
+CORES = {"cuda": 132, "hip": 304}
+SHARE = {"cuda": "cuGreenCtxStreamCreate", "hip": "hipExtStreamCreateWithCUMask"}
+
+
+class HipControl(Control):
+    """The back door of the HIP stand-in."""
+
+    def __init__(self) -> None:
+        super().__init__("hip")
+
+    def device(self) -> Device:
+        return Device("hip", driver=HipDriver(self.path))
+
+
+def settings_of(backend: str) -> list[Setting]:
+    return [s for s in SETTINGS if backend != "hip" or s != NOT_ON_HIP]
+
+
+every_setting = pytest.mark.parametrize(
+    ("control", "setting"),
+    [pytest.param(backend, s, id=f"{backend}-{s}") for backend in BACKENDS for s in settings_of(backend)],
+    indirect=["control"],
+)
+on_hip = pytest.mark.parametrize("control", ["hip"], indirect=True)
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def control(request: pytest.FixtureRequest) -> Control:
+    return Control() if request.param == "cuda" else HipControl()
 
 
 @pytest.fixture
 def device(control: Control) -> Iterator[Device]:
     control.reset()
-    control.set(CORES=132)
     made = control.device()
+    control.set(CORES=CORES[made.driver.name])
     yield made
     control.set(CORES="")
     control.reset()
