@@ -3,6 +3,7 @@ times, choices. HIP has no stream with both a mask and a priority: what is refus
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from dovetail.overlap.timing import GpuTimer
 from dovetail.plan import passes
 from dovetail.plan.build import all_gather
 
-from .gpulib import Control, number, until, view
+from .gpulib import Control, until, view
 
 HOST = frozenset({1})
 SIZE = 4096
@@ -51,7 +52,10 @@ class HipControl(Control):
     """The back door of the HIP stand-in."""
 
     def __init__(self) -> None:
-        super().__init__("hip")
+        self.path = str(standin.build("hip"))
+        self._library = ctypes.CDLL(self.path)
+        self._library.standin_calls.restype = ctypes.c_size_t
+        self._library.standin_calls.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
     def device(self) -> Device:
         return Device("hip", driver=HipDriver(self.path))
@@ -90,6 +94,7 @@ class Two:
 
     def __init__(self, device: Device) -> None:
         self.device = device
+        self.settings = settings_of(device.driver.name)
         self.heaps = [Heap(device, kind, segment_bytes=1 << 20) for kind in ("device", "host")]
         self.plan = passes.crossing(passes.entry(all_gather.pcpy(2, SIZE, own_copy=False)), 0)
         self.out = [heap.empty((2 * SIZE,), torch.uint8) for heap in self.heaps]
@@ -128,15 +133,19 @@ def two(device: Device) -> Iterator[Two]:
 
 
 @pytest.mark.parametrize("steps", [1, 12])
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@every_setting
 def test_both_come_behind_the_callers_stream_and_before_what_follows(
     control: Control, two: Two, setting: Setting, steps: int
 ) -> None:
-    """The caller writes the input, runs both, copies both results and overwrites them; every step with a delay. The
-    computation is the shorter one, then the longer one."""
     control.set(DELAY_US=300)
     two.steps = steps
-    driver, main = two.device.driver, two.main
+    in_order(two, setting, two.main)
+
+
+def in_order(two: Two, setting: Setting, main: int) -> None:
+    """The caller writes the input, runs both, copies both results and overwrites them; every step with a delay. The
+    computation is the shorter one, or with more steps the longer one."""
+    driver = two.device.driver
     kept = two.heaps[1].empty((3 * SIZE,), torch.uint8)
     for byte in range(1, 9):
         two.value = byte + 100
@@ -152,13 +161,13 @@ def test_both_come_behind_the_callers_stream_and_before_what_follows(
         two.fill(two.out[0][SIZE:], 0, main)
         assert launched.pending is not None
         launched.pending.wait()
-        driver.stream_synchronize(main)
+        until(lambda: driver.stream_done(main))
         found = [set(part.tolist()) for part in np.split(kept.numpy(), 3)]
         assert found == [{byte + 50}, {byte + 100}, {byte}], setting
 
 
 @pytest.mark.parametrize("steps", [1, 12])
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@every_setting
 def test_the_with_form(control: Control, two: Two, setting: Setting, steps: int) -> None:
     control.set(DELAY_US=300)
     two.steps = steps
@@ -181,10 +190,10 @@ def test_the_with_form(control: Control, two: Two, setting: Setting, steps: int)
 def test_priority_and_order_of_launches(control: Control, two: Two) -> None:
     """Plain streams launch the computation first; where the communication has priority it comes first."""
     place, computation = two.place, two.computation(two.place)
-    for setting in SETTINGS:  # made and bound
+    for setting in two.settings:  # made and bound
         place.launch(computation, two.comm, setting, two.main)
     two.device.driver.stream_synchronize(two.main)
-    for setting in SETTINGS[2:]:
+    for setting in two.settings[2:]:
         control.calls()
         place.launch(computation, two.comm, setting, two.main)
         lines = [line.split()[0] for line in control.calls() if "Memcpy" in line or "Memset" in line]
@@ -194,18 +203,68 @@ def test_priority_and_order_of_launches(control: Control, two: Two) -> None:
 
 
 def test_shares_are_made_once_and_given_back(control: Control, two: Two) -> None:
+    made = SHARE[two.place.backend]
     setting = Setting(Strategy.PARTITION, 8)
     assert two.place.lanes(setting) is two.place.lanes(setting)
-    assert len(control.calls("cuGreenCtxCreate")) == 2
+    lines = control.calls()
+    assert len([line for line in lines if line.startswith(made)]) == 2
+    assert len([line for line in lines if line.startswith("cuGreenCtxCreate")]) in (0, 2)
     two.place.lanes(Setting(Strategy.DMA_PARTITION, 8))
     assert not control.calls("cuGreenCtxCreate")
     two.place.close()
-    assert len(control.calls("cuGreenCtxDestroy")) == 2
+    destroyed = control.calls()
+    if two.place.backend == "hip":
+        assert len([line for line in destroyed if line.startswith("hipStreamDestroy")]) == 3 + 2  # and two without
+        assert not control._library.standin_masked_streams()
+    else:
+        assert len([line for line in destroyed if line.startswith("cuGreenCtxDestroy")]) == 2
+
+
+@every_setting
+@pytest.mark.parametrize("default", [False, True], ids=["own", "default"])
+def test_they_run_beside_each_other(two: Two, setting: Setting, default: bool) -> None:
+    side_by_side(two, setting, 0 if default else two.main)
+
+
+def side_by_side(two: Two, setting: Setting, main: int) -> None:
+    """The computation stands before a closed gate: the communication is over all the same, and not if it is serial."""
+    driver = two.device.driver
+    word = two.device.pinned(8).array.view(np.uint64)
+    word[0] = 0
+
+    def stands() -> None:
+        driver.stream_words(waits_for(word, 1), two.place.stream)
+        two.compute(9, two.place.stream)
+
+    two.place.launch(Call(lambda: None), two.comm, setting, main)  # made and bound
+    until(lambda: driver.stream_done(main))
+    two.fill(two.out[0][:SIZE], 7, main)
+    two.fill(two.result, 0, main)
+    launched: Any = two.place.launch(Call(stands), two.comm, setting, main)
+    try:
+        if setting.strategy is Strategy.SERIAL:
+            assert not launched.pending.is_over()
+        else:
+            until(launched.pending.is_over)
+            assert set(view(two.out[1].data_ptr(), SIZE).tolist()) == {7}
+        assert not driver.stream_done(main)
+        assert set(view(two.result.data_ptr(), SIZE).tolist()) == {0}
+    finally:
+        word[0] = 1
+    until(lambda: driver.stream_done(main))
+    assert set(view(two.result.data_ptr(), SIZE).tolist()) == {9}
+    assert set(view(two.out[1].data_ptr(), SIZE).tolist()) == {7}
+
+
+def waits_for(word: Any, value: int) -> Any:
+    rows = np.zeros(1, WORD)
+    rows["kind"], rows["address"], rows["value"] = WAIT, word.ctypes.data, value
+    return rows
 
 
 def test_times_have_a_common_start(control: Control, two: Two) -> None:
     with GpuTimer(two.place) as timer:
-        for setting in SETTINGS:
+        for setting in two.settings:
             timer.both(two.computation(two.place), two.comm, setting)
             times = timer.both(two.computation(two.place), two.comm, setting)
             assert times.compute_us is not None
@@ -254,7 +313,7 @@ def test_a_pair_is_tried_and_the_fastest_is_kept(two: Two, runtime: Runtime) -> 
 def test_forced(two: Two, runtime: Runtime) -> None:
     compute: Any = two.computation(runtime.place)  # type: ignore[arg-type]
     for strategy in Strategy:
-        if strategy is not Strategy.FUSED:
+        if strategy is not Strategy.FUSED and (two.place.backend, strategy) != ("hip", Strategy.PRIORITY_PARTITION):
             outcome = runtime.run(compute, two.comm, strategy)
             outcome.wait()
             assert (outcome.strategy, outcome.reason) == (strategy, "asked for")
@@ -296,7 +355,7 @@ def test_an_error_of_the_computation_leaves_nothing_waiting(two: Two, runtime: R
     def fails() -> None:
         raise RuntimeError("no")
 
-    for setting in SETTINGS:
+    for setting in two.settings:
         with pytest.raises(RuntimeError, match="no"):
             two.place.launch(Call(fails), two.comm, setting, two.main)
     two.device.driver.stream_synchronize(two.main)
@@ -314,3 +373,182 @@ def test_traffic(two: Two) -> None:
     assert two.comm.traffic.size_bytes == SIZE
     assert two.comm.traffic.num_pieces == 2
     assert not two.comm.traffic.reduces
+
+
+def test_a_thread_that_has_not_used_the_gpu(control: Control) -> None:
+    """The second GPU, from a thread in which none is current: its streams are on that GPU."""
+    control.reset()
+    control.set(DEVICES=2)
+    driver = control.device().driver
+    second = Device(driver.name, 1, driver=driver)
+    seen: list[str] = []
+
+    def make() -> None:
+        control.calls()
+        GpuPlace(second).close()
+        seen.extend(line for line in control.calls() if "SetDevice" in line or "CtxSet" in line or "Create" in line)
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    assert seen[0] in ("hipSetDevice device=1", "cuCtxSetCurrent context=0x2"), seen
+    second.close()
+    control.reset()
+
+
+def test_a_pair_runs_from_any_thread(two: Two, runtime: Runtime) -> None:
+    """The runtime was made in another thread, and this one has used no GPU."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(runtime.run(lambda: 3, two.comm).wait()))
+    thread.start()
+    thread.join()
+    assert found == [3]
+
+
+# --- HIP: masks of compute units --------------------------------------------------------------------------------------
+
+
+def bits_of(line: str) -> set[int]:
+    """The compute units of a mask, of a line of the record."""
+    words = [int(word, 16) for word in line.partition("mask=")[2].split(",")]
+    return {32 * at + bit for at, word in enumerate(words) for bit in range(32) if word >> bit & 1}
+
+
+@on_hip
+@pytest.mark.parametrize("cores", [8, 16, 64])
+def test_masks_of_a_partition_have_nothing_in_common(control: Control, two: Two, cores: int) -> None:
+    control.calls()
+    two.place.prepare(Setting(Strategy.PARTITION, cores))
+    comm, compute = sorted((bits_of(line) for line in control.calls(SHARE["hip"])), key=len)
+    assert (len(comm), len(compute)) == (cores, 304 - cores)
+    assert comm | compute == set(range(304))
+    lanes = two.place.lanes(Setting(Strategy.PARTITION, cores))
+    assert lanes.compute != lanes.comm
+    two.place.prepare(Setting(Strategy.DMA_PARTITION, cores))
+    (line,) = control.calls(SHARE["hip"])  # the computation goes without, nobody else has them
+    assert bits_of(line) == compute
+
+
+@on_hip
+def test_priority_and_partition_is_refused_before_anything_starts(control: Control, two: Two, runtime: Runtime) -> None:
+    ran: list[str] = []
+    for _ in range(2):
+        control.calls()
+        with pytest.raises(NotSupported, match=r"priority\+partition: HIP gives streams with a mask .* no priority"):
+            runtime.run(lambda: ran.append("run"), two.comm, "priority+partition")
+        with pytest.raises(NotSupported, match="priority"), runtime.beside(two.comm, "priority+partition"):
+            ran.append("beside")
+        assert not [line for line in control.calls() if "Memcpy" in line or "Memset" in line or "StreamWait" in line]
+        assert not control._library.standin_masked_streams()
+    assert not ran
+    runtime.run(lambda: ran.append("run"), two.comm, "partition", cores=8).wait()  # the same cores, without
+    assert ran == ["run"]
+
+
+def with_it_first(settings: Sequence[Setting]) -> policy.Ranking:
+    return policy.Ranking(order=(NOT_ON_HIP, *settings), predictions=(), words=lambda: "a table says so")
+
+
+def test_auto_leaves_out_what_the_driver_refuses(
+    two: Two, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tables of another machine put it first: on HIP `auto` says that it can't and goes on."""
+    monkeypatch.setattr(runtime, "_ranking", lambda load, comm: with_it_first(two.settings))
+    taken = [runtime.run(two.computation(two.place), two.comm) for _ in range(ROUNDS_BEFORE_KEPT + 2)]
+    for outcome in taken:
+        outcome.wait()
+    tried = {outcome.setting for outcome in taken}
+    refused = two.place.backend == "hip"
+    assert (NOT_ON_HIP in tried) is not refused
+    assert len(tried) > 2
+    told = [record.getMessage() for record in caplog.records if "auto leaves out" in record.getMessage()]
+    assert len(told) == refused  # once, not with every run
+    assert all("priority+partition 16" in text and "no priority" in text for text in told)
+
+
+class Blocking(HipDriver):
+    """What the software device leaves out: a stream with a mask waits for the default one, and that one for all such.
+
+    (`hipExtStreamCreateWithCUMask` takes no flags, so its streams are not `hipStreamNonBlocking`.)
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.masked: set[int] = set()
+
+    def stream_create_masked(self, mask_words: Sequence[int]) -> int:
+        made = super().stream_create_masked(mask_words)
+        self.masked.add(made)
+        return made
+
+    def stream_destroy(self, stream: int) -> None:
+        self.masked.discard(stream)
+        super().stream_destroy(stream)
+
+    def _meet(self, stream: int) -> None:
+        for other in self.masked if stream == 0 else {0} if stream in self.masked else ():
+            event = self.event_create()
+            super().event_record(event, other)
+            super().stream_wait_event(stream, event)
+            self.event_destroy(event)
+
+    def event_record(self, event: int, stream: int) -> None:
+        self._meet(stream)
+        super().event_record(event, stream)
+
+    def stream_wait_event(self, stream: int, event: int) -> None:
+        self._meet(stream)
+        super().stream_wait_event(stream, event)
+
+    def copy(self, dst: int, src: int, size_bytes: int, stream: int) -> None:
+        self._meet(stream)
+        super().copy(dst, src, size_bytes, stream)
+
+    def fill(self, address: int, byte: int, size_bytes: int, stream: int) -> None:
+        self._meet(stream)
+        super().fill(address, byte, size_bytes, stream)
+
+    def stream_words(self, rows: Any, stream: int) -> None:
+        self._meet(stream)
+        super().stream_words(rows, stream)
+
+    def prepared_batch(
+        self, dst: Words, src: Words, size: Words, order: SourceOrder, stream: int
+    ) -> Callable[[], None]:
+        issue = super().prepared_batch(dst, src, size, order, stream)
+
+        def met() -> None:
+            self._meet(stream)
+            issue()
+
+        return met
+
+
+@pytest.fixture
+def blocking(control: Control) -> Iterator[Two]:
+    control.reset()
+    device = Device("hip", driver=Blocking(control.path))
+    made = Two(device)
+    yield made
+    made.close()
+    device.close()
+    control.reset()
+
+
+@on_hip
+@pytest.mark.parametrize("setting", settings_of("hip"), ids=str)
+def test_masked_streams_beside_the_default_stream(control: Control, blocking: Two, setting: Setting) -> None:
+    """The caller's stream is the default one, for which masked streams wait and which waits for them: right, and no
+    circle; the two still run beside each other."""
+    control.set(DELAY_US=300)
+    in_order(blocking, setting, 0)
+    blocking.steps = 12
+    in_order(blocking, setting, 0)
+    side_by_side(blocking, setting, 0)
+
+
+@on_hip
+def test_a_pair_in_the_default_stream_settles(blocking: Two) -> None:
+    with Runtime(blocking.device) as runtime:
+        assert runtime._main() == 0
+        test_a_pair_is_tried_and_the_fastest_is_kept(blocking, runtime)

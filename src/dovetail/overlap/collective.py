@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from dovetail import coll
-from dovetail.coll.arguments import backend_of
+from dovetail.coll import arguments
+from dovetail.coll.dispatch import BaselineWork
 from dovetail.coll.session import group_of
 from dovetail.overlap.tasks import Mover, Pending, Traffic
 
@@ -48,7 +49,7 @@ class Collective:
         first = given[0]
         kind = _KINDS.get(name, name)
         self._where = first.device
-        self.device: Any = None if first.device.type == "cpu" else _device_of(self.group, first)
+        self.device: Any = _device_of(self.group, given)
         local = self.device is not None and _on_one_gpu(self.group, self.device)
         size = max(int(t.nbytes) for t in given)
         self.traffic = Traffic(
@@ -70,13 +71,17 @@ class Collective:
         with cuda.stream(cuda.ExternalStream(stream, device=self._where)):
             work = self._call(async_op=True, **({"variant": "torch"} if mover is Mover.CORES else {}))
             work.wait()
-        return _Synchronized(work)
+        return _InStream(self.device, stream) if isinstance(work, BaselineWork) else _Synchronized(work)
 
 
-def _device_of(group: Any, tensor: Any) -> Any:
+def _device_of(group: Any, given: list[Any]) -> Any:
+    """The GPU of a call's tensors; None on a CPU."""
+    backend, index = arguments.one_device(given)
+    if backend == "cpu":
+        return None
     from dovetail.coll import gpu
 
-    return gpu.world_of(group.world, backend_of(tensor), tensor.device.index or 0).device
+    return gpu.world_of(group.world, backend, index).device
 
 
 _shared: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
@@ -95,12 +100,26 @@ def _on_one_gpu(group: Any, device: Any) -> bool:
 
 
 class _Synchronized:
-    """A GPU's call, to be waited for by the host."""
+    """A call of ours on a GPU, to be waited for by the host."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
 
     def wait(self) -> None:
+        """Blocks until the GPU is done with it; raises its error."""
+        self._work.synchronize()
+
+
+class _InStream:
+    """A library's call that a stream was ordered behind: `wait` and `synchronize` of NCCL's don't block the host."""
+
+    def __init__(self, device: Any, stream: int) -> None:
+        self._device, self._event = device, device.take_event()
+        device.driver.event_record(self._event, stream)
+
+    def wait(self) -> None:
         """Blocks until the GPU is done with it."""
-        wait = getattr(self._work, "synchronize", self._work.wait)
-        wait()
+        self._device.driver.event_synchronize(self._event)
+
+    def __del__(self) -> None:
+        self._device.give_event(self._event)

@@ -32,6 +32,7 @@ class GpuPlace:
     """One GPU. An owner: `close()`, or `with`."""
 
     def __init__(self, device: Device) -> None:
+        device.enter()
         self.device, self._driver = device, device.driver
         self.num_cores = device.driver.num_multiprocessors(device.index)
         self.stream = 0  #: where a computation is to be launched: torch's current stream too, if torch sees the GPU
@@ -81,7 +82,11 @@ class GpuPlace:
         if setting.moved_by is Mover.ENGINES:
             return Lanes(large.stream(), self._plain)
         urgent = min(self._driver.stream_priorities()) if strategy in _URGENT else 0
-        return Lanes(large.stream(), small.stream(priority=urgent))
+        try:
+            comm = small.stream(priority=urgent)
+        except NotSupported as error:
+            raise NotSupported(f"{strategy}: {error}") from error
+        return Lanes(large.stream(), comm)
 
     def _split(self, cores: int) -> tuple[Share, Share]:
         if cores not in self._shares:

@@ -230,7 +230,10 @@ class Runtime:
     # --- times
 
     def _main(self) -> int:
-        return tensors.current_stream(self._device.index) if self._device is not None else 0
+        if self._device is None:
+            return 0
+        self._device.enter()
+        return tensors.current_stream(self._device.index)
 
     def _stamp(self, main: int) -> int:
         """Now: an event on a GPU, nanoseconds on a CPU."""

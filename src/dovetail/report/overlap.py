@@ -19,7 +19,7 @@ def write(rows: Sequence[Row], folder: Path, title: str) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     best = [row for row in verdict.best_by_strategy(rows) if row["strategy"] != "serial"]
     policies = [row for row in rows if row["row"] == kinds.POLICY]
-    note = "of a partition the number of cores that was best in each scenario"
+    note = "of each strategy the number of cores that was best in each scenario"
     return [
         dots.by_name(
             folder / "share_of_ideal.html", _series(best, "strategy", lambda row: row["share_of_ideal"]),
