@@ -1,35 +1,20 @@
-"""The kernel that copies by cores under Triton's interpreter, against plain copies; no GPU needed.
-
-One child process runs all cases: the interpreter is chosen by the environment, before Triton is imported.
-"""
+"""The kernel that copies by cores under Triton's interpreter, against plain copies; no GPU needed."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
+
+from tests.interp.child import printed
 
 NUM_CASES = 20
 
 
 def test_it_copies_every_byte_and_no_other(need: Callable[[str, object], None]) -> None:
     need("triton", importlib.util.find_spec("triton"))
-    done = subprocess.run(
-        [sys.executable, __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.split() == ["right"] * NUM_CASES
+    assert printed(__file__) == ["right"] * NUM_CASES
 
 
 def _case(seed: int) -> str:

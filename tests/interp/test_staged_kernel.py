@@ -1,36 +1,21 @@
-"""The kernel of the path staged under Triton's interpreter, chunk by chunk, against plain copies; no GPU needed.
-
-One child process runs all cases: the interpreter is chosen by the environment, before Triton is imported.
-"""
+"""The kernel of the path staged under Triton's interpreter, chunk by chunk, against plain copies; no GPU needed."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from tests.interp.child import printed
 
 NUM_CASES = 16
 
 
 def test_it_moves_what_is_ready_and_says_so(need: Callable[[str, object], None]) -> None:
     need("triton", importlib.util.find_spec("triton"))
-    done = subprocess.run(
-        [sys.executable, __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.split() == ["right"] * NUM_CASES
+    assert printed(__file__) == ["right"] * NUM_CASES
 
 
 class Case:
