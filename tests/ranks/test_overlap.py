@@ -23,13 +23,13 @@ COLLECTIVES = ("all_gather_into_tensor", "all_to_all_single", "all_reduce", "red
 class Case:
     """A collective on fresh data, and what must come out."""
 
-    def __init__(self, name: str, rank: int, size: int) -> None:
+    def __init__(self, name: str, rank: int, size: int, group: Any = None) -> None:
         self.name, self.rank, self.size = name, rank, size
         gathers = name == "all_gather_into_tensor"
         self.input = dovetail.empty(N, dtype=torch.float32)
         self.output = dovetail.empty(N * size if gathers else N // size if "scatter" in name else N)
         one = [self.input] if name == "all_reduce" else [self.output, self.input]
-        self.comm = overlap.Collective(getattr(dovetail, name), *one)
+        self.comm = overlap.Collective(getattr(dovetail, name), *one, group=group)
 
     def fill(self, seed: int) -> None:
         self.seed = seed
@@ -136,5 +136,101 @@ def test_wrong_arguments(pools: Any) -> None:
             overlap.Collective(dovetail.all_reduce, t, async_op=True)
         with pytest.raises(ValueError, match="tensor"):
             overlap.Collective(dovetail.all_reduce)
+
+    pools.get(2).run(job)
+
+
+def test_two_groups_that_share_a_rank(pools: Any) -> None:
+    """Each group counts its own runs: one that one rank alone also runs in would decide at another call."""
+
+    def job() -> int:
+        g = workers.world()
+        mine = [dovetail.new_group(ranks) for ranks in ([0, 1], [0, 2]) if g.rank in ranks]
+        with Runtime() as runtime:
+            for n in range(40):
+                for group in mine:
+                    case = Case("all_gather_into_tensor", group.rank, group.size, group)
+                    case.fill(n)
+                    runtime.run(overlap.Call(lambda: None, Load(name="same")), case.comm)
+                    assert case.is_right()
+        return len(mine)
+
+    assert pools.get(3).run(job) == [2, 1, 1]
+
+
+def _exchange(rank: int, uneven: bool) -> overlap.Collective:
+    """With splits; if uneven, rank 1 has more bytes than in the other exchange, and rank 0 as many."""
+    sends, receives = [2, 2], [2, 2]
+    if uneven:
+        sends, receives = ([1, 3], [1, 2]) if rank == 0 else ([2, 2], [3, 2])
+    out, inp = torch.empty(sum(receives), 8), torch.randn(sum(sends), 8)
+    return overlap.Collective(dovetail.all_to_all_single, out, inp, receives, sends)
+
+
+def test_what_ranks_know_may_differ(pools: Any) -> None:
+    """Splits, hints, and a rank that is told to take the baseline: all try and keep the same."""
+
+    def job(kind: str) -> list[str]:
+        g = workers.world()
+        comms = [_exchange(g.rank, kind == "splits" and turn == 1) for turn in range(2)]
+        if kind == "disabled" and g.rank == 1:
+            os.environ["DOVETAIL_DISABLE"] = "1"
+        taken = []
+        try:
+            with Runtime() as runtime:
+                for n in range(2 * ROUNDS_BEFORE_KEPT):
+                    load = Load(name="same", flops=1e9 * (1 + 9 * g.rank) if kind == "hints" else 0.0, size_bytes=1e6)
+                    taken.append(str(runtime.run(overlap.Call(lambda: None, load), comms[n % 2]).setting))
+        finally:
+            os.environ.pop("DOVETAIL_DISABLE", None)
+        return taken
+
+    for kind in ("splits", "hints", "disabled"):
+        first, second = pools.get(2).run(job, kind)
+        assert first == second, kind
+
+
+def test_a_computation_that_communicates(pools: Any) -> None:
+    """`auto` leaves out what a thread would start: its call would come at another place of each rank's order."""
+
+    def job() -> set[str]:
+        g = workers.world()
+        case = Case("all_gather_into_tensor", g.rank, g.size)
+        inner, taken = dovetail.empty(16), set()
+        with Runtime() as runtime:
+            for seed in range(ROUNDS_BEFORE_KEPT + 20):
+                case.fill(seed)
+                inner.fill_(1.0)
+                outcome = runtime.run(overlap.Call(lambda: dovetail.all_reduce(inner), Load(name="tp")), case.comm)
+                assert case.is_right()
+                assert inner.eq(g.size).all()
+                taken.add(str(outcome.strategy))
+        return taken
+
+    for taken in pools.get(2).run(job):
+        assert taken <= {"serial", "dma", "dma+partition"}
+        assert len(taken) > 1
+
+
+def test_cores_are_as_before(pools: Any) -> None:
+    """After a partition, and after one whose computation failed."""
+
+    def job() -> None:
+        g = workers.world()
+        case = Case("all_reduce", g.rank, g.size)
+        cores, number = os.sched_getaffinity(0), torch.get_num_threads()
+        if len(cores) < 2:
+            return
+        with Runtime() as runtime:
+            seen: list[set[int]] = []
+            case.fill(1)
+            runtime.run(lambda: seen.append(os.sched_getaffinity(0)), case.comm, "partition")
+            assert len(seen[0]) == len(cores) - 1
+            assert (os.sched_getaffinity(0), torch.get_num_threads()) == (cores, number)
+            with pytest.raises(ZeroDivisionError):
+                runtime.run(lambda: 1 / 0, case.comm, "partition")
+            assert (os.sched_getaffinity(0), torch.get_num_threads()) == (cores, number)
+        with pytest.raises(ValueError, match="closed"):
+            runtime.run(lambda: None, case.comm, "streams")
 
     pools.get(2).run(job)

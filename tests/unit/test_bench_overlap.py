@@ -179,7 +179,7 @@ def test_verdict() -> None:
 def test_a_scenario_with_little_to_gain_is_in_no_share() -> None:
     rows = rows_of([sampled(steady(**ALL), engines=10.0)])
     assert verdict.shares(rows) == {}
-    assert "  not in the shares: 1 scenarios of an ideal speedup below 1.2" in lines(rows)
+    assert "  not in the shares: 1 scenarios of an ideal speedup below 1.24" in lines(rows)
 
 
 def test_energy_in_the_verdict() -> None:

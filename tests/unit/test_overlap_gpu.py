@@ -13,12 +13,12 @@ import pytest
 import torch
 from tests import standin
 
-from dovetail.errors import NotSupported
+from dovetail.errors import HardwareError, NotSupported
 from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.driver import WAIT, WORD, SourceOrder, Words
 from dovetail.hw.gpu.heap import Heap
 from dovetail.hw.gpu.hip import HipDriver
-from dovetail.overlap import Call, Load, LocalCommunication, Mover, Runtime, Setting, Strategy, policy
+from dovetail.overlap import Call, Load, LocalCommunication, Mover, Runtime, Setting, Strategy, Traffic, policy
 from dovetail.overlap.gpu import GpuPlace
 from dovetail.overlap.runtime import ROUNDS_BEFORE_KEPT
 from dovetail.overlap.timing import GpuTimer
@@ -552,3 +552,139 @@ def test_a_pair_in_the_default_stream_settles(blocking: Two) -> None:
     with Runtime(blocking.device) as runtime:
         assert runtime._main() == 0
         test_a_pair_is_tried_and_the_fastest_is_kept(blocking, runtime)
+
+
+class InMain(Runtime):
+    """As if torch's current stream were the test's."""
+
+    def __init__(self, two: Two) -> None:
+        super().__init__(two.device)
+        self._stream = two.main
+
+    def _main(self) -> int:
+        return self._stream
+
+
+class Captured:
+    """A communication that may be captured, as a library's."""
+
+    traffic = Traffic(kind="all_gather", size_bytes=1 << 22)
+    movers = frozenset(Mover)
+    group = None
+
+    def __init__(self, two: Two) -> None:
+        self._two, self.device = two, two.device
+
+    def start(self, mover: Mover, *, stream: int = 0, cores: int = 0) -> None:
+        if mover is Mover.ENGINES and self._two.value == FAILS:
+            self._two.fill(self._two.out[0], 3, stream)
+            raise HardwareError("the driver refused the rest")
+        self._two.fill(self._two.out[0], 3, stream)
+
+
+FAILS = 77
+
+
+def test_a_host_that_is_ahead_of_the_gpu_gets_a_decision(control: Control, two: Two) -> None:
+    """Each time four runs are under way when the next one comes."""
+    control.set(DELAY_US=100)
+    with InMain(two) as runtime:
+        behind: list[Any] = []
+        for _ in range(ROUNDS_BEFORE_KEPT + 30):
+            behind.append(runtime.run(two.computation(runtime.place), two.comm))  # type: ignore[arg-type]
+            if len(behind) > 4:
+                behind.pop(0).wait()
+        assert behind[-1].reason.startswith("measured: ")
+
+
+def test_a_captured_run_is_not_timed(two: Two) -> None:
+    driver, comm = two.device.driver, Captured(two)
+    with InMain(two) as runtime:
+        driver.graph_begin(two.main)
+        runtime.run(lambda: None, comm)
+        driver.graph_destroy(driver.graph_end(two.main))
+        for _ in range(ROUNDS_BEFORE_KEPT + 2):
+            outcome = runtime.run(lambda: two.fill(two.result, 1, two.main), comm)
+            driver.stream_synchronize(two.main)
+        assert outcome.reason.startswith("measured: ")
+
+
+def test_events_of_failed_runs_are_given_back(control: Control, two: Two) -> None:
+    def fails() -> None:
+        raise RuntimeError("no")
+
+    with InMain(two) as runtime:
+        with pytest.raises(RuntimeError, match="no"):
+            runtime.run(fails, two.comm)
+        control.calls()
+        for _ in range(40):
+            with pytest.raises(RuntimeError, match="no"):
+                runtime.run(fails, two.comm)
+            with pytest.raises(RuntimeError, match="no"), runtime.beside(two.comm, name="x"):
+                fails()
+        made = [line for line in control.calls() if "EventCreate" in line]
+        assert len(made) < 20  # each setting binds some of its own, once
+
+
+@pytest.mark.parametrize("form", ["launch", "beside"])
+def test_a_start_that_fails_half_way_is_waited_for(control: Control, two: Two, form: str) -> None:
+    control.set(DELAY_US=2000)
+    two.value, comm = FAILS, Captured(two)
+
+    def attempt() -> None:
+        if form == "launch":
+            two.place.launch(Call(lambda: None), comm, Setting(Strategy.DMA), two.main)
+            return
+        with two.place.beside(comm, Setting(Strategy.DMA), two.main):
+            pass
+
+    for _ in range(4):
+        two.fill(two.out[0], 9, two.main)
+        with pytest.raises(HardwareError, match="refused"):
+            attempt()
+        two.fill(two.out[0], 5, two.main)
+        two.device.driver.stream_synchronize(two.main)
+        assert set(view(two.out[0].data_ptr(), SIZE).tolist()) == {5}
+
+
+def test_a_closed_one_runs_nothing(control: Control, two: Two) -> None:
+    """And waits before it gives shares back."""
+    control.set(DELAY_US=2000)
+    two.steps, two.value = 6, 31
+    runtime = InMain(two)
+    runtime.run(two.computation(runtime.place), two.comm, "partition")  # type: ignore[arg-type]
+    runtime.close()
+    assert set(view(two.result.data_ptr(), SIZE).tolist()) == {31}  # its streams were waited for
+    for strategy in ("auto", "dma", "partition", "serial"):
+        with pytest.raises(ValueError, match="closed"):
+            runtime.run(lambda: None, two.comm, strategy)
+    runtime.close()
+
+
+def test_shares_of_the_same_size_are_one(control: Control, two: Two) -> None:
+    control.calls()
+    for cores in range(1, 9):
+        two.place.lanes(Setting(Strategy.DMA_PARTITION, cores))
+    if two.place.backend == "cuda":
+        assert len(control.calls("cuGreenCtxCreate")) == 2
+
+
+def test_what_is_no_communication(two: Two, runtime: Runtime) -> None:
+    with pytest.raises(TypeError, match="function has no traffic"):
+        runtime.run(lambda: None, lambda: None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="auto chooses them"):
+        runtime.run(lambda: None, two.comm, cores=4)
+
+
+def test_two_lambdas_of_one_function_are_two_computations(two: Two) -> None:
+    with InMain(two) as runtime:
+        for function in (lambda: 1, lambda: 2, lambda: 3):
+            runtime.run(function, two.comm)
+        first = runtime.explain(lambda: 1, two.comm)
+        assert first.choice in first.order
+        assert len(runtime._pairs) == 1  # of one line
+        runtime.run(
+            lambda: 4,
+            two.comm,
+        )
+        assert len(runtime._pairs) == 2

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dovetail.overlap.runtime import Runtime as Runtime
     from dovetail.overlap.runtime import beside as beside
     from dovetail.overlap.runtime import close as close
+    from dovetail.overlap.runtime import explain as explain
     from dovetail.overlap.runtime import run as run
     from dovetail.overlap.strategy import Setting as Setting
     from dovetail.overlap.strategy import Strategy as Strategy
@@ -47,12 +48,13 @@ _HOME = {
     "Traffic": "tasks",
     "beside": "runtime",
     "close": "runtime",
+    "explain": "runtime",
     "run": "runtime",
 }
 
 __all__ = [  # noqa: RUF022 - in the order a reader meets them
-    "run", "beside", "Outcome", "Strategy", "Setting", "Collective", "LocalCommunication", "Call", "Load", "Traffic",
-    "Mover", "Computation", "Communication", "Runtime", "close",
+    "run", "beside", "explain", "Outcome", "Strategy", "Setting", "Collective", "LocalCommunication", "Call", "Load",
+    "Traffic", "Mover", "Computation", "Communication", "Runtime", "close",
 ]  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dovetail import coll
@@ -21,6 +21,7 @@ _KINDS = {
     "all_to_all_single": "all_to_all",
     "reduce_scatter_tensor": "reduce_scatter",
 }
+_SPLITS = ("output_split_sizes", "input_split_sizes")
 _REDUCES = ("all_reduce", "reduce_scatter")
 
 
@@ -51,7 +52,8 @@ class Collective:
         self._where = first.device
         self.device: Any = _device_of(self.group, given)
         local = self.device is not None and _on_one_gpu(self.group, self.device)
-        size = max(int(t.nbytes) for t in given)
+        # With split sizes each rank has its own bytes: a choice by size would differ between ranks.
+        size = 0 if _has_splits(keywords, tensors) else max(int(t.nbytes) for t in given)
         self.traffic = Traffic(
             kind=kind, size_bytes=size, num_pieces=self.group.size, reduces=kind in _REDUCES, local=local
         )  # fmt: skip
@@ -72,6 +74,10 @@ class Collective:
             work = self._call(async_op=True, **({"variant": "torch"} if mover is Mover.CORES else {}))
             work.wait()
         return _InStream(self.device, stream) if isinstance(work, BaselineWork) else _Synchronized(work)
+
+
+def _has_splits(keywords: Mapping[str, Any], given: Sequence[Any]) -> bool:
+    return any(keywords.get(name) for name in _SPLITS) or any(isinstance(value, list | tuple) for value in given)
 
 
 def _device_of(group: Any, given: list[Any]) -> Any:

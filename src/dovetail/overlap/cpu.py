@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -35,8 +35,7 @@ class CpuPlace:
         self.num_cores = len(self._all)
         self._pool: ThreadPoolExecutor | None = None
         self._worker = 0  # the pool's thread, as the kernel numbers it
-        self._apart = 0  # cores that the computation goes without just now
-        self._num_threads = 0
+        self._closed = False
 
     @property
     def has_partition(self) -> bool:
@@ -44,33 +43,48 @@ class CpuPlace:
         return self.num_cores > 1
 
     def prepare(self, setting: Setting) -> None:
-        """What costs time when the setting changes: the thread, and which cores each may use."""
-        cores = setting.cores if setting.strategy in PARTITIONED else 0
-        if setting.strategy in PARTITIONED and not 1 <= cores < self.num_cores:
+        """What costs time once. Raises `NotSupported` where the setting can't be."""
+        if self._closed:
+            raise ValueError("this place is closed")
+        if setting.strategy in PARTITIONED and not 1 <= setting.cores < self.num_cores:
             raise NotSupported(f"{setting}: {self.num_cores} cores can't be shared out so")
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "dovetail overlap")
             self._worker = self._pool.submit(threading.get_native_id).result()
-        if cores != self._apart:
-            self._share_out(cores)
 
-    def _share_out(self, cores: int) -> None:
-        """The last `cores` are for whoever communicates, the others for every other thread; 0: all for all."""
+    def compute_cores(self, setting: Setting) -> list[int]:
+        """Those that a computation has."""
+        return self._all[: self.num_cores - setting.cores] if setting.strategy in PARTITIONED else self._all
+
+    @contextlib.contextmanager
+    def _shared_out(self, setting: Setting) -> Iterator[None]:
+        """The last cores for whoever communicates, the others for all other threads; then all is as it was."""
+        if setting.strategy not in PARTITIONED:
+            yield
+            return
         import torch
 
-        self._num_threads = self._num_threads or torch.get_num_threads()
-        rest = self._all[: self.num_cores - cores]
-        _bind(_threads() - {self._worker}, rest)
-        _bind([self._worker], self._all[-cores:] if cores else self._all)
-        torch.set_num_threads(min(self._num_threads, len(rest)) if cores else self._num_threads)
-        self._apart = cores
+        mine, number = self.compute_cores(setting), torch.get_num_threads()
+        before = _bound_to(_threads())
+        try:
+            _bind(dict.fromkeys(before, mine) | {self._worker: self._all[len(mine) :]})
+            torch.set_num_threads(min(number, len(mine)))
+            yield
+        finally:
+            torch.set_num_threads(number)
+            _bind(before)
 
     def launch(
         self, compute: Computation, comm: Communication, setting: Setting, main: int = 0, mark: Mark | None = None
     ) -> Launched:
         """Both; they are over when this returns. `mark` is called when each has ended, from any thread."""
         self.prepare(setting)
-        ended = mark or _nobody
+        with self._shared_out(setting):
+            return self._launch(compute, comm, setting, main, mark or _nobody)
+
+    def _launch(
+        self, compute: Computation, comm: Communication, setting: Setting, main: int, ended: Mark
+    ) -> Launched:
         if setting.strategy is Strategy.SERIAL:
             value = compute()
             ended(Side.COMPUTE, main)
@@ -93,11 +107,12 @@ class CpuPlace:
             yield Launched(None)
             _finish(comm.start(setting.moved_by, cores=setting.cores))
             return
-        wait = self._begin(comm, setting, _nobody)
-        try:
-            yield Launched(None)
-        finally:
-            wait()
+        with self._shared_out(setting):
+            wait = self._begin(comm, setting, _nobody)
+            try:
+                yield Launched(None)
+            finally:
+                wait()
 
     def _begin(self, comm: Communication, setting: Setting, ended: Mark) -> Any:
         """Starts the communication; returns what waits for it."""
@@ -125,12 +140,10 @@ class CpuPlace:
         return future.result
 
     def close(self) -> None:
-        """Ends the thread; all cores are for all again. Safe to call twice."""
-        if self._apart:
-            self._share_out(0)
+        """Ends the thread. Safe to call twice."""
         if self._pool is not None:
             self._pool.shutdown()
-        self._pool = None
+        self._pool, self._closed = None, True
 
     def __enter__(self) -> CpuPlace:
         return self
@@ -162,7 +175,16 @@ def _threads() -> set[int]:
     return {int(name) for name in os.listdir("/proc/self/task")}
 
 
-def _bind(threads: Iterable[int], cores: list[int]) -> None:
+def _bound_to(threads: Iterable[int]) -> dict[int, Collection[int]]:
+    """The cores of each."""
+    found: dict[int, Collection[int]] = {}
     for thread in threads:
         with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
-            os.sched_setaffinity(thread, cores)
+            found[thread] = os.sched_getaffinity(thread)
+    return found
+
+
+def _bind(cores: Mapping[int, Collection[int]]) -> None:
+    for thread, wanted in cores.items():
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(thread, wanted)

@@ -70,6 +70,8 @@ class GpuPlace:
 
     def _made(self, setting: Setting) -> Lanes:
         strategy = setting.strategy
+        if not self._plain:
+            raise ValueError("this place is closed")
         if strategy is Strategy.SERIAL:
             return Lanes(0, 0)
         if strategy not in PARTITIONED:
@@ -89,6 +91,8 @@ class GpuPlace:
         return Lanes(large.stream(), comm)
 
     def _split(self, cores: int) -> tuple[Share, Share]:
+        step = self.core_step
+        cores = -(-cores // step) * step  # what it gives anyway
         if cores not in self._shares:
             self.device.enter()
             self._shares[cores] = self._driver.split_cores(self.device.index, cores)
@@ -145,13 +149,14 @@ class GpuPlace:
             return
         order = self.device.order
         order(main, there)
-        launched.pending = comm.start(mover, stream=there, cores=cores)
+        if here != main:
+            order(main, here)
         self.stream = here
         try:
+            launched.pending = comm.start(mover, stream=there, cores=cores)
             if here == main:
                 yield launched
             else:
-                order(main, here)
                 with self.current(here):
                     yield launched
         finally:
@@ -182,9 +187,10 @@ class GpuPlace:
 
     def close(self) -> None:
         """Waits for the streams and gives them back. Safe to call twice."""
-        streams = [stream for stream in (self._plain, self._urgent) if stream]
-        for stream in streams:
+        own = [stream for stream in (self._plain, self._urgent) if stream]
+        for stream in {*own, *(s for lanes in self._lanes.values() for s in (lanes.compute, lanes.comm) if s)}:
             self._driver.stream_synchronize(stream)
+        for stream in own:
             self._driver.stream_destroy(stream)
         for shares in self._shares.values():
             for share in shares:

@@ -20,6 +20,7 @@ from dovetail.plan.step import Op
 
 #: Programs of the kernel, if nothing else is asked for: with fewer it does not fill a PCIe 5.0 link both ways.
 CORES = 16
+_MOST_RUNS = 32  # streams and numbers of cores that are bound at a time
 
 
 class LocalCommunication:
@@ -47,6 +48,9 @@ class LocalCommunication:
         key = (stream, cores or self._cores)
         run = self._runs.get(key)
         if run is None:
+            while len(self._runs) >= _MOST_RUNS:  # of streams that are gone, most likely
+                self._runs.pop(next(iter(self._runs)))
+                self._runners.pop(1).close()
             run = self._runs[key] = self._bound(most_streams=1, cores=key[1], streams=[stream])
         return run.submit(after=stream)
 

@@ -28,6 +28,7 @@ DEFAULT_DMA_BYTES = 1 << 20
 NEAR = 0.02  #: two estimates that differ by less are equal, and energy decides
 _SPLITS = (1, 2, 4, 8)  # times core_step: the partitions that are tried
 _SHOWN = 4  # in a reason
+_SPLIT = 2  # times core_step: the partition of `few`
 _WIDE = 4  # times core_step: a kernel of more programs
 
 
@@ -146,6 +147,17 @@ def candidates(
     if Mover.ENGINES in movers and not traffic.local:
         found += [Setting(Strategy.DMA), *(Setting(Strategy.DMA_PARTITION, k) for k in splits[:1])]
     return tuple(found)
+
+
+def few(every: Sequence[Setting], core_step: int) -> tuple[Setting, ...]:
+    """Those that the runtime chooses among: a choice among all would take it longer than it saves.
+
+    Of a strategy one number of cores, and priority without a partition.
+    """
+    split = max({s.cores for s in every if s.cores <= _SPLIT * core_step}, default=0)
+    cores = {Strategy.PARTITION: split, Strategy.STREAMS: 0, Strategy.PRIORITY: 0}
+    some = (s for s in every if s.strategy is not Strategy.PRIORITY_PARTITION)
+    return tuple(s for s in some if s.cores == cores.get(s.strategy, s.cores))
 
 
 def choose(

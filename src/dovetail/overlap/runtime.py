@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,19 +27,18 @@ from dovetail.hw.gpu.device import Device
 from dovetail.overlap import policy, tables
 from dovetail.overlap.cpu import CpuPlace
 from dovetail.overlap.gpu import GpuPlace
-from dovetail.overlap.strategy import AUTO, PARTITIONED, Setting, Strategy, named
+from dovetail.overlap.strategy import ALL, AUTO, PARTITIONED, Setting, Strategy, named
 from dovetail.overlap.tables import Tables
-from dovetail.overlap.tasks import Communication, Computation, Load, Mover, Pending, Traffic, computation
+from dovetail.overlap.tasks import Communication, Computation, Load, Mover, Pending, Traffic, check, computation
 from dovetail.overlap.trials import ROUNDS, Trials
 
 logger = logging.getLogger(__name__)
 #: Pairs that are remembered.
 _MOST_PAIRS = 256
 _MOST_CONTENDERS = 5
-_SPLIT = 2  # steps of cores that a communication gets of a partition
 ROUNDS_BEFORE_KEPT = ROUNDS * _MOST_CONTENDERS  #: runs of a pair after which it runs in the way that is kept
 
-Key = tuple[Load, Traffic]
+Key = tuple[Load | str, Traffic]
 
 
 @dataclass(slots=True)
@@ -85,6 +86,14 @@ def _forced() -> str:
     return "asked for"
 
 
+def _disabled() -> str:
+    return "DOVETAIL_DISABLE is set"
+
+
+def _of_rank_0() -> str:
+    return "chosen on rank 0, which knows other figures; its outcome says why"
+
+
 class Runtime:
     """Chooses and runs, on one GPU or on the CPU. An owner: `close()`, or `with`. Not for several threads at once."""
 
@@ -93,49 +102,50 @@ class Runtime:
         self.place: GpuPlace | CpuPlace = CpuPlace() if device is None else GpuPlace(device)
         self._device = device
         self._tables = known or tables.current(self.place.backend, device.name if device else "")
-        self._pairs: dict[Key, _Pair] = {}
+        self._pairs: dict[Key, _Pair] = {}  # of communications without a group
+        self._of_groups: weakref.WeakKeyDictionary[Any, dict[Key, _Pair]] = weakref.WeakKeyDictionary()
         self._unread: deque[tuple[_Pair, Setting, int, int]] = deque()  # the events of runs, in their order
-        self._settings: dict[tuple[frozenset[Mover], bool], tuple[Setting, ...]] = {}
+        self._settings: dict[tuple[frozenset[Mover], bool, bool], tuple[Setting, ...]] = {}
 
     def run(
         self, compute: Computation | Callable[[], Any], comm: Communication, strategy: str = AUTO, *, cores: int = 0
     ) -> Outcome:
         """Both; see `dovetail.overlap.run`."""
         task = computation(compute)
+        check(comm)
         main = self._main()
         if strategy != AUTO:
             setting = self.forced(comm, strategy, cores)
             launched = self.place.launch(task, comm, setting, main)
             return Outcome(launched.value, setting, _forced, launched.pending)
-        pair = self._pairs.get((task.load, comm.traffic)) or self._new(task.load, comm)
+        if cores:
+            raise ValueError("cores: auto chooses them; name a strategy to choose them yourself")
+        pair = self._pair(task.load, comm)
         setting = self._next(pair, comm)
-        if not pair.trials.wants_time:
+        if not pair.trials.wants_time or self._is_capturing(main):
             launched = self.place.launch(task, comm, setting, main)
         else:
-            begin = self._stamp(main)
-            launched = self.place.launch(task, comm, setting, main)
-            self._note(pair, setting, begin, self._stamp(main))
+            with self._timed(pair, setting, main):
+                launched = self.place.launch(task, comm, setting, main)
         return Outcome(launched.value, setting, pair.why, launched.pending)
 
     @contextlib.contextmanager
     def beside(self, comm: Communication, strategy: str = AUTO, *, cores: int = 0, name: str = "") -> Iterator[Outcome]:
         """The communication beside what is launched inside; see `dovetail.overlap.beside`."""
+        check(comm)
         main = self._main()
-        pair: _Pair | None = None
+        timed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if strategy != AUTO:
             setting, why = self.forced(comm, strategy, cores), _forced
         else:
-            load = Load(name=name)
-            pair = self._pairs.get((load, comm.traffic)) or self._new(load, comm)
+            pair = self._pair(Load(name=name), comm)
             setting, why = self._next(pair, comm), pair.why
+            if pair.trials.wants_time and not self._is_capturing(main):
+                timed = self._timed(pair, setting, main)
         outcome = Outcome(None, setting, why)
-        begin = self._stamp(main) if pair is not None and pair.trials.wants_time else 0
-        with self.place.beside(comm, setting, main) as started:
+        with timed, self.place.beside(comm, setting, main) as started:
             yield outcome
         outcome.pending = started.pending
-        if begin:
-            assert pair is not None
-            self._note(pair, setting, begin, self._stamp(main))
 
     def forced(self, comm: Communication, strategy: str, cores: int = 0) -> Setting:
         """The setting of a strategy that was asked for.
@@ -173,29 +183,48 @@ class Runtime:
         )  # fmt: skip
 
     def _available(self, comm: Communication) -> tuple[Setting, ...]:
-        """Of a strategy one number of cores, and priority without a partition: a choice among all takes too long."""
-        key = (comm.movers, comm.traffic.local)
+        """What `auto` chooses among.
+
+        On a CPU a thread of ours would make a group's call at any time beside those of the caller, in another order on
+        each rank: only what the calling thread starts is left.
+        """
+        by_threads = self._device is None and comm.group is not None and comm.group.size > 1
+        key = (comm.movers, comm.traffic.local, by_threads)
         if key not in self._settings:
             place = self.place
             every = policy.candidates(
                 comm.traffic, comm.movers, num_cores=place.num_cores, core_step=place.core_step,
                 has_partition=place.has_partition,
             )  # fmt: skip
-            split = max({s.cores for s in every if s.cores <= _SPLIT * place.core_step}, default=0)
-            cores = {Strategy.PARTITION: split, Strategy.STREAMS: 0, Strategy.PRIORITY: 0}
-            few = [s for s in every if s.strategy is not Strategy.PRIORITY_PARTITION]
-            self._settings[key] = tuple(s for s in few if s.cores == cores.get(s.strategy, s.cores))
+            if by_threads:
+                every = tuple(s for s in every if s.strategy is Strategy.SERIAL or s.moved_by is Mover.ENGINES)
+            self._settings[key] = policy.few(every, place.core_step)
         return self._settings[key]
 
-    def _new(self, load: Load, comm: Communication) -> _Pair:
+    def _pair(self, load: Load, comm: Communication) -> _Pair:
+        """Of a group the key is what all ranks have alike: a name and the traffic, not what one of them computes."""
+        group = comm.group
+        if group is None or group.size == 1:
+            return self._pairs.get((load, comm.traffic)) or self._new(load, comm, self._pairs, (load, comm.traffic))
+        pairs = self._of_groups.setdefault(group, {})
+        key = (load.name, comm.traffic)
+        return pairs.get(key) or self._new(load, comm, pairs, key)
+
+    def _new(self, load: Load, comm: Communication, pairs: dict[Key, _Pair], key: Key) -> _Pair:
         ranking = self._ranking(load, comm)
         if env.disable():
-            pair = _Pair(Trials([_baseline(ranking)]), lambda: "DOVETAIL_DISABLE is set")
+            wanted, why = [_baseline(ranking)], _disabled
         else:
-            pair = _Pair(Trials([s for s in contenders(ranking) if self._can(s)]), ranking.words)
-        while len(self._pairs) >= _MOST_PAIRS:
-            self._pairs.pop(next(iter(self._pairs)))
-        self._pairs[load, comm.traffic] = pair
+            wanted, why = contenders(ranking), ranking.words
+        if comm.group is None or comm.group.size == 1:
+            wanted = [s for s in wanted if self._can(s)]
+        else:
+            mine, wanted = wanted, _agreed(wanted, comm.group, self._can)
+            why = why if wanted[0] == mine[0] else _of_rank_0
+        pair = _Pair(Trials(wanted), why)
+        while len(pairs) >= _MOST_PAIRS:
+            pairs.pop(next(iter(pairs)))
+        pairs[key] = pair
         if logger.isEnabledFor(logging.INFO):
             logger.info("%s beside %s: %s (%s)", comm.traffic.kind, load.name or "?", pair.trials.kept, pair.why())
         return pair
@@ -224,7 +253,7 @@ class Runtime:
             if not pair.num_unread or not trials.is_trying:
                 pair.decide(trials.figures())
             return
-        self._read(wait=True)  # all ranks decide at the same call
+        self._read(until=pair)  # all ranks decide at the same call
         pair.decide(_slowest(trials.figures(), comm.group))
 
     # --- times
@@ -243,6 +272,21 @@ class Runtime:
         self._device.driver.event_record(event, main)
         return event
 
+    def _is_capturing(self, main: int) -> bool:
+        """Events of a capture have no times."""
+        return self._device is not None and self._device.driver.stream_capturing(main)
+
+    @contextlib.contextmanager
+    def _timed(self, pair: _Pair, setting: Setting, main: int) -> Iterator[None]:
+        begin = self._stamp(main)
+        try:
+            yield
+        except BaseException:
+            if self._device is not None:
+                self._device.give_event(begin, timed=True)
+            raise
+        self._note(pair, setting, begin, self._stamp(main))
+
     def _note(self, pair: _Pair, setting: Setting, begin: int, end: int) -> None:
         if self._device is None:
             pair.trials.note(setting, (end - begin) / 1e3)
@@ -250,28 +294,32 @@ class Runtime:
             pair.num_unread += 1
             self._unread.append((pair, setting, begin, end))
 
-    def _read(self, *, wait: bool = False) -> None:
-        """The times of runs that are over."""
+    def _read(self, until: _Pair | None = None) -> None:
+        """The times of runs that are over; with `until` it waits for those of that pair."""
         device = self._device
-        while self._unread and device is not None:  # a CPU's are read at once
-            driver = device.driver
-            pair, setting, begin, end = self._unread[0]
-            if wait:
+        if device is None:
+            return  # a CPU's are read at once
+        driver, left = device.driver, self._unread
+        self._unread = deque()
+        for pair, setting, begin, end in left:
+            if pair is until:
                 driver.event_synchronize(end)
             elif not driver.event_done(end):
-                return
-            pair.trials.note(setting, driver.event_elapsed_us(begin, end))
+                self._unread.append((pair, setting, begin, end))
+                continue
             pair.num_unread -= 1
-            self._unread.popleft()
             for event in (begin, end):
                 device.give_event(event, timed=True)
+            with contextlib.suppress(HardwareError):  # then there is one time less
+                pair.trials.note(setting, driver.event_elapsed_us(begin, end))
 
     def close(self) -> None:
-        """Waits for what is under way. Safe to call twice."""
-        if self._device is not None and self._unread:
-            self._read(wait=True)
+        """Waits for what is under way. Safe to call twice; nothing runs afterwards."""
+        for pair in {id(entry[0]): entry[0] for entry in self._unread}.values():
+            self._read(until=pair)
         self.place.close()
         self._pairs.clear()
+        self._of_groups.clear()
 
     def __enter__(self) -> Runtime:
         return self
@@ -296,6 +344,22 @@ _PLAIN = (Strategy.SERIAL, Strategy.STREAMS)
 
 def _baseline(ranking: policy.Ranking) -> Setting:
     return next(s for s in ranking.order if s.strategy in _PLAIN)
+
+
+def _agreed(mine: list[Setting], group: Any, can: Callable[[Setting], bool]) -> list[Setting]:
+    """Rank 0's settings, those that all ranks can run. At least one is left: `serial` is among them everywhere."""
+    import torch
+
+    from dovetail import coll
+
+    told = torch.full((_MOST_CONTENDERS, 3), -1, dtype=torch.int64)
+    for n, s in enumerate(mine):
+        told[n] = torch.tensor([ALL.index(s.strategy), s.cores, list(Mover).index(s.mover)])
+    coll.broadcast(told, group_src=0, group=group)
+    settings = [Setting(ALL[a], cores, list(Mover)[b]) for a, cores, b in told.tolist() if a >= 0]
+    able = torch.tensor([int(can(s)) for s in settings])
+    coll.all_reduce(able, coll.ReduceOp.MIN, group=group)
+    return [s for s, is_able in zip(settings, able.tolist(), strict=True) if is_able]
 
 
 def _slowest(figures: list[float], group: Any) -> list[float]:
@@ -324,6 +388,19 @@ def runtime(device: Device | None = None) -> Runtime:
         return found
 
 
+def _drop_after_fork() -> None:
+    """A child has none of its parent's threads and contexts."""
+    _runtimes.clear()
+
+
+os.register_at_fork(after_in_child=_drop_after_fork)
+
+
+def explain(compute: Computation | Callable[[], Any] | None, comm: Communication) -> policy.Ranking:
+    """What `auto` would choose for a pair that is new, and why; nothing runs. None: a computation of unknown length."""
+    return runtime(comm.device).explain(compute, comm)
+
+
 def run(
     compute: Computation | Callable[[], Any], comm: Communication, strategy: str = AUTO, *, cores: int = 0
 ) -> Outcome:
@@ -341,6 +418,7 @@ def run(
     Raises:
         ValueError, NotSupported: an unknown strategy, or one that can't run here; nothing was started.
     """
+    check(comm)
     return runtime(comm.device).run(compute, comm, strategy, cores=cores)
 
 
@@ -355,6 +433,7 @@ def beside(
     if not name and strategy == AUTO:
         caller = sys._getframe(1)
         name = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+    check(comm)
     return runtime(comm.device).beside(comm, strategy, cores=cores, name=name)
 
 

@@ -58,4 +58,4 @@ def named(text: str) -> Strategy:
     try:
         return Strategy(text)
     except ValueError:
-        raise ValueError(f"there are the strategies {', '.join(ALL)} and {AUTO}, not {text!r}") from None
+        raise ValueError(f"there are the strategies {', '.join(ALL)}, not {text!r}") from None

@@ -130,9 +130,18 @@ class Call:
 
 def computation(given: Computation | Callable[[], Any]) -> Computation:
     """What was given, or a callable with nothing known of it but its name."""
-    if hasattr(given, "load"):
-        return given
+    if isinstance(getattr(given, "load", None), Load):
+        return given  # type: ignore[return-value]
     if not callable(given):
         raise TypeError(f"a computation is something to be called without arguments, not {type(given).__name__}")
     name = getattr(given, "__qualname__", type(given).__qualname__)
-    return Call(given, Load(name=f"{getattr(given, '__module__', '')}.{name}"))
+    code = getattr(given, "__code__", None)  # of two lambdas in one function, each has a line of its own
+    where = f"{code.co_filename}:{code.co_firstlineno}" if code else getattr(given, "__module__", "")
+    return Call(given, Load(name=f"{where} {name}"))
+
+
+def check(comm: Any) -> None:
+    """TypeError unless it looks like a communication."""
+    if missing := [name for name in ("traffic", "movers", "group", "device", "start") if not hasattr(comm, name)]:
+        lacks = f"{type(comm).__name__} has no {', '.join(missing)}"
+        raise TypeError(f"a communication is a Collective, a LocalCommunication, or of the same protocol: {lacks}")

@@ -44,7 +44,7 @@ class Trials:
     @property
     def wants_time(self) -> bool:
         """Should the run that `next` was asked for be timed?"""
-        return self.is_trying or self._count % EVERY == 0
+        return self._count <= self._tries if self.is_trying else self._count % EVERY == 0
 
     @property
     def _tries(self) -> int:

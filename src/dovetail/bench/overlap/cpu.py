@@ -19,7 +19,7 @@ from dovetail.bench.overlap.spec import Compute, Job
 from dovetail.bench.overlap.work import TorchWork, Work
 from dovetail.overlap.collective import Collective
 from dovetail.overlap.cpu import CpuPlace
-from dovetail.overlap.strategy import PARTITIONED, Setting, Strategy
+from dovetail.overlap.strategy import Setting, Strategy
 from dovetail.overlap.tasks import Call, Communication, Computation, Mover
 from dovetail.overlap.timing import CpuTimer, Times
 
@@ -74,9 +74,9 @@ class CpuSite:
     def __init__(self, rank: int, ranks: int, meet: Callable[[], None]) -> None:
         torch.set_num_threads(1)
         self.ranks, self._rank, self._meet = ranks, rank, meet
-        self._cores = sorted(os.sched_getaffinity(0))
-        self._core = self._cores[rank % len(self._cores)]
         self.place = CpuPlace()
+        self._cores = self.place.compute_cores(_ALL_CORES)
+        self._core = self._cores[0]  # of each rank another one
         self.timer = CpuTimer(self.place, self._start)
         self._work: tuple[Compute, Work] | None = None
         self._link: RankLink | None = None
@@ -116,10 +116,8 @@ class CpuSite:
 
     def _prepare(self, setting: Setting) -> None:
         """Before a run: which core is the main thread's, of those that a computation has."""
-        apart = setting.cores if setting.strategy in PARTITIONED else 0
-        mine = self._cores[: len(self._cores) - apart] or self._cores
-        self._core = mine[self._rank % len(mine)]
         self.place.prepare(setting)
+        self._core = self.place.compute_cores(setting)[0]
 
     def warm(self, work: Computation, comm: Communication, setting: Setting | None) -> None:
         """Runs it once, all ranks together; None: the computation alone."""

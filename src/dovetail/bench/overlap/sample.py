@@ -170,7 +170,7 @@ def sample(
     if not _all_right(site, right):
         return replace(found, right=False)
     wanted = settings(site, comm, spec)
-    ranking = rank(wanted, comm.traffic, work.load, tables)
+    ranking = rank(policy.few(wanted, site.place.core_step), comm.traffic, work.load, tables)
     choices = {AUTO: ranking.choice} | others(wanted, comm.traffic, work.load, tables, alone, comm_us)
     ready, notes = _warmed(site, work, comm, list(dict.fromkeys([*wanted, *choices.values()])))
     found = _timed(site, work, comm, ready, movers, spec.rounds, found)

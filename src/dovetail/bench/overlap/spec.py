@@ -17,7 +17,7 @@ from dovetail.overlap.tasks import Bound
 Row = dict[str, Any]
 Progress = Callable[[int, int, str], None]
 SMALL_BYTES = 1 << 20  #: a message of so much and less, for each peer, is a small one
-LEAST_IDEAL = 1.2  #: speedup of a scenario, as it came out: with less the share of it is noise
+LEAST_IDEAL = 1.24  #: speedup of a scenario, as it came out: with less the share of it is noise
 RATIOS = (1 / 4, 1 / 2, 1.0, 2.0, 4.0)  #: of the communication's time to the computation's
 ROUNDS, QUICK_ROUNDS = 7, 3
 LEAST_US, MOST_US = 300.0, 1e5

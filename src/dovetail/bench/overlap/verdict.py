@@ -77,7 +77,7 @@ def lines(rows: Sequence[Row]) -> list[str]:
 
 def _link(rows: Sequence[Row]) -> list[str]:
     """What the bytes go over, beside what the computation's go over."""
-    told = [row for row in settings(rows) if row["memory_share"] is not None]
+    told = [row for row in settings(rows) if row["memory_share"] is not None and row["backend"] != "cpu"]
     if not told:
         return []
     one_way, share = max(row["link_gbps"] for row in told), max(row["memory_share"] for row in told)
