@@ -249,7 +249,7 @@ WORK = """
 import json, sys, time
 from dovetail.bench.gpu.session import Session
 from dovetail.bench.gpu.spec import Bounds
-from dovetail.bench.overlap import Spec, lines, pick, rows_of, tune
+from dovetail.bench.overlap import cost, Spec, lines, pick, rows_of, tune
 from dovetail.bench.overlap.energy import PairGauge, moving
 from dovetail.bench.overlap.gpu import GpuSite
 from dovetail.bench.overlap.measure import measure
@@ -327,6 +327,8 @@ with Session("cuda") as session, GpuSite(session, 4, lambda c: Fill(c, session))
     found["tune lines"], found["tune notes"] = tune.lines(outcome.tables), outcome.notes
     found["tune rows"] = outcome.rows
     tables.parse(found["tuned"], "test")
+    found["cost"] = cost.measure(site, session, rounds=3)
+    found["cost lines"] = cost.lines(found["cost"])
     short = tune.measure(site, None, 1e-6, 0.0)
     found["short"] = short.notes
     energy._PAUSE_S = 0.0
@@ -453,3 +455,22 @@ def test_errors_of_usage(words: str, message: str, capsys: pytest.CaptureFixture
 def test_a_spec_needs_scenarios() -> None:
     with pytest.raises(ValueError, match="needs a scenario"):
         Spec(scenarios=())
+
+
+def test_what_a_run_costs_the_host(found: dict[str, Any]) -> None:
+    known, new = found["cost"]
+    assert (known["pair"], new["pair"]) == ("known", "new")
+    for row in (known, new):
+        assert row["correct"]
+        assert row["over_us"] == pytest.approx(row["run_us"] - row["hand_us"])
+        assert row["hand_us"] > 0
+    assert found["cost lines"][0].startswith(f"known pair, {known['setting']}: ")
+    assert found["cost lines"][-1] == "all correct"
+
+
+@pytest.mark.parametrize("words", [["--cost"], ["--cost", "--backend", "cuda", "--energy"]])
+def test_cost_is_for_a_gpu_and_alone(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", "overlap", *words])
+    assert ended.value.code == 2
+    assert "--cost" in capsys.readouterr().err

@@ -550,7 +550,7 @@ def test_masked_streams_beside_the_default_stream(control: Control, blocking: Tw
 @on_hip
 def test_a_pair_in_the_default_stream_settles(blocking: Two) -> None:
     with Runtime(blocking.device) as runtime:
-        assert runtime._main() == 0
+        assert runtime.main() == 0
         test_a_pair_is_tried_and_the_fastest_is_kept(blocking, runtime)
 
 
@@ -561,7 +561,7 @@ class InMain(Runtime):
         super().__init__(two.device)
         self._stream = two.main
 
-    def _main(self) -> int:
+    def main(self) -> int:
         return self._stream
 
 

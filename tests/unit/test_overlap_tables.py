@@ -45,7 +45,6 @@ SECTION: dict[str, Any] = {
         ["streams", 16, "compute", "all_gather", 64 * MB, 1.4, 4.0],
     ],
     "joules_per_gb": {"engines": 1.1, "cores": 3.0},
-    "fixed_us": {"dma": 5.0, "serial": 0.0},
 }
 
 GATHER = Traffic(kind="all_gather", size_bytes=MB)
@@ -219,7 +218,6 @@ def test_a_section_comes_back_as_it_was() -> None:
         name: SECTION[name] for name in ("num_cores", "core_step", "flops", "memory_bytes_per_s", "link_bytes_per_s")
     }
     assert tables.section(tables.parse(least, "x")) == least
-    assert known.fixed_us == {Strategy.DMA: 5.0, Strategy.SERIAL: 0.0}
     assert known.joules_per_gb == {Mover.ENGINES: 1.1, Mover.CORES: 3.0}
 
 
@@ -278,8 +276,6 @@ BROKEN = [
     ("beside", 2 * [["dma", 0, "compute", "x", 1, 1.0, 1.0]], r"beside\[1\]: the same case as beside\[0\]"),
     ("joules_per_gb", {"engines": 0}, "joules_per_gb.engines: must be more than 0"),
     ("joules_per_gb", {"people": 1}, "joules_per_gb.people: must be one of engines, cores"),
-    ("fixed_us", {"dma": -1}, "fixed_us.dma: must be a number that is not negative"),
-    ("fixed_us", {"magic": 1}, "fixed_us.magic: must be one of serial"),
     ("besides", [], "besides: there is no such field"),
 ]
 

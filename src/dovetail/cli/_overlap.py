@@ -36,12 +36,16 @@ class Asked:
     quick: bool
     energy: bool
     least: float | None
+    cost: bool | None
     plot: Path | None
 
 
 def bench(backend: str, asked: Asked, bounds: Bounds, json: Path | None) -> None:
     """Measures and shows; exit 1 if a result was wrong."""
     spec = _spec(asked, backend)
+    if asked.cost:
+        _cost(backend, asked, spec, bounds, json)
+        return
     _refuse_plot(asked.plot)
     if backend == "cpu":
         if bounds != Bounds():
@@ -70,6 +74,29 @@ def bench(backend: str, asked: Asked, bounds: Bounds, json: Path | None) -> None
     if json is not None:
         from dovetail.cli import _gpu
 
+        _gpu.write("bench", rows, facts, json)
+    if not all(row["correct"] for row in rows):
+        raise typer.Exit(1)
+
+
+def _cost(backend: str, asked: Asked, spec: Spec, bounds: Bounds, json: Path | None) -> None:
+    """What `overlap.run` costs the host."""
+    if backend != "cuda":
+        raise ValueError("--cost is for --backend cuda: on a CPU a run is over when it returns")
+    if asked.scenario or asked.strategy or asked.energy or asked.plot or asked.least is not None:
+        others = "--scenario, --strategy, --energy, --plot and --least"
+        raise ValueError(f"--cost measures a pair of its own: leave out {others}")
+    from dovetail.bench.gpu.session import Session
+    from dovetail.bench.overlap import cost
+    from dovetail.bench.overlap.gpu import GpuSite
+    from dovetail.cli import _gpu
+
+    with Session("cuda", bounds) as session, GpuSite(session, spec.ranks) as site:
+        rows = cost.measure(site, session, cost.ROUNDS if asked.rounds is None else asked.rounds)
+        facts = session.facts()
+    for line in cost.lines(rows):
+        print(line)
+    if json is not None:
         _gpu.write("bench", rows, facts, json)
     if not all(row["correct"] for row in rows):
         raise typer.Exit(1)

@@ -104,6 +104,7 @@ def bench(
     scenario: Annotated[str | None, typer.Option(help="overlap: names of scenarios, * for anything.")] = None,
     strategy: Annotated[str | None, typer.Option(help="overlap: streams, dma, ...; serial is always there.")] = None,
     least: Annotated[float | None, typer.Option(metavar="US", help="overlap: computations take at least: 300.")] = None,
+    cost: Annotated[bool, typer.Option("--cost", help="overlap: what run() costs the host, instead.")] = False,
     plot: Annotated[Path | None, typer.Option(metavar="DIR", help="overlap: also write plots (.html) to DIR.")] = None,
     json: Json = None,
 ) -> None:
@@ -124,7 +125,8 @@ def bench(
     kv: dict[str, Any] = {"layout": layout, "tokens": tokens, "cache": cache, "path": path, "outermost": outermost}
     kv |= {"direction": direction, "beside": beside}
     serving: dict[str, Any] = {"model": model, "hit": hit, "requests": requests, "new": new, "offload": offload}
-    paired: dict[str, Any] = {"suite": suite, "scenario": scenario, "strategy": strategy, "plot": plot, "least": least}
+    paired: dict[str, Any] = {"suite": suite, "scenario": scenario, "strategy": strategy, "plot": plot}
+    paired |= {"least": least, "cost": cost or None}
     changed = {"begin": begin != _BEGIN, "factor": factor != _FACTOR, "variant": variant != AUTO}
     changed |= {"tensors": tensors != TENSORS[0], "dtype": dtype != DTYPES[0]}
     if collective == OVERLAP:

@@ -235,7 +235,7 @@ def _predict(
     joules = tables.joules_per_gb.get(Mover.CORES if traffic.local else mover)
     return Prediction(
         setting=setting,
-        time_us=time_us + tables.fixed_us.get(setting.strategy, 0.0),
+        time_us=time_us,
         joules=None if joules is None else joules * traffic.size_bytes / 1e9,
         notes=notes,
     )

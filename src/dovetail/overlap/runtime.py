@@ -113,7 +113,7 @@ class Runtime:
         """Both; see `dovetail.overlap.run`."""
         task = computation(compute)
         check(comm)
-        main = self._main()
+        main = self.main()
         if strategy != AUTO:
             setting = self.forced(comm, strategy, cores)
             launched = self.place.launch(task, comm, setting, main)
@@ -133,7 +133,7 @@ class Runtime:
     def beside(self, comm: Communication, strategy: str = AUTO, *, cores: int = 0, name: str = "") -> Iterator[Outcome]:
         """The communication beside what is launched inside; see `dovetail.overlap.beside`."""
         check(comm)
-        main = self._main()
+        main = self.main()
         timed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if strategy != AUTO:
             setting, why = self.forced(comm, strategy, cores), _forced
@@ -258,7 +258,8 @@ class Runtime:
 
     # --- times
 
-    def _main(self) -> int:
+    def main(self) -> int:
+        """The stream that both begin behind: torch's current one; 0 on a CPU."""
         if self._device is None:
             return 0
         self._device.enter()

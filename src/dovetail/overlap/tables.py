@@ -9,7 +9,7 @@ no shipped figures: where nothing was measured, nothing is known.
                           "comm_by_cores": {"all_gather": [[8, 1.4], [16, 1.0]]},
                           "alone": {"all_gather": {"engines": [[1048576, 24.0, 0]], "cores": [[1048576, 27.0, 16]]}},
                           "beside": [["dma", 0, "compute", "all_gather", 1048576, 1.01, 1.0]],
-                          "joules_per_gb": {"engines": 1.1, "cores": 3.0}, "fixed_us": {"dma": 5.0}}}}
+                          "joules_per_gb": {"engines": 1.1, "cores": 3.0}}}}
 
 The last four and both tables by cores may be left out. A row of `beside` is strategy, cores, bound, kind, bytes, and
 how many times longer than alone the computation and the communication take, for as long as both run; alone is with
@@ -130,7 +130,6 @@ class Tables:
     alone: Mapping[tuple[str, Mover], BySize] = field(default_factory=dict)  #: by kind and who moves
     beside: tuple[Beside, ...] = ()
     joules_per_gb: Mapping[Mover, float] = field(default_factory=dict)
-    fixed_us: Mapping[Strategy, float] = field(default_factory=dict)  #: on the host, each time; 0 if not there
     source: str = "measured"  #: whose figures these are, for a reason
     device: str = ""
     _served: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # what serves for what
@@ -328,14 +327,13 @@ def section(tables: Tables) -> dict[str, Any]:
         "alone": alone,
         "beside": rows,
         "joules_per_gb": {str(mover): joules for mover, joules in tables.joules_per_gb.items()},
-        "fixed_us": {str(strategy): time_us for strategy, time_us in tables.fixed_us.items()},
     }
     return made | {name: value for name, value in optional.items() if value}
 
 
 _COUNTS = ("num_cores", "core_step")
 _RATES = ("flops", "memory_bytes_per_s", "link_bytes_per_s")
-_OPTIONAL = ("device", "compute_by_cores", "comm_by_cores", "alone", "beside", "joules_per_gb", "fixed_us")
+_OPTIONAL = ("device", "compute_by_cores", "comm_by_cores", "alone", "beside", "joules_per_gb")
 _Name = TypeVar("_Name", bound=StrEnum)
 _Made = TypeVar("_Made", ByCores, BySize, Beside)
 _MOST = 1e300  # not infinity, and not too large to reckon with
@@ -381,10 +379,6 @@ def _parse(data: Any, source: str) -> Tables:
         joules_per_gb={
             _name(Mover, mover, where): _positive(joules, where)
             for mover, joules, where in _entries(data.get("joules_per_gb", {}), "joules_per_gb")
-        },
-        fixed_us={
-            _name(Strategy, strategy, where): _at_least_0(time_us, where)
-            for strategy, time_us, where in _entries(data.get("fixed_us", {}), "fixed_us")
         },
         source=source,
         device=_text(data["device"], "device") if "device" in data else "",
