@@ -49,7 +49,7 @@ def test_quick_on_two_ranks(
         assert row["class"] in (G_LONG, C_LONG, EQUAL)
         assert math.isfinite(row["share_of_ideal"])
         assert row["ideal_speedup"] > 1
-        assert row["total_us"] == pytest.approx(max(row["compute_us"], row["comm_us"]), rel=0.5)
+        assert row["total_us"] >= max(row["compute_us"], row["comm_us"])  # in each round both have ended by then
         assert set(row["alone_comm_us"]) == set(Mover)
     kinds = {row["scenario"]: row["kind"] for row in found}
     assert set(kinds.values()) == {"all_gather", "all_reduce", "all_to_all", "reduce_scatter"}
