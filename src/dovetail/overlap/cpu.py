@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,6 +19,7 @@ from dovetail.errors import NotSupported
 from dovetail.overlap.strategy import PARTITIONED, Setting, Strategy
 from dovetail.overlap.tasks import Communication, Computation, Launched, Mark, Mover, Pending, Side
 
+_TOLD_S = 5.0  # a callback that comes later than this is not waited for
 _URGENT = frozenset({Strategy.PRIORITY, Strategy.PRIORITY_PARTITION})
 
 
@@ -117,15 +118,7 @@ class CpuPlace:
     def _begin(self, comm: Communication, setting: Setting, ended: Mark) -> Any:
         """Starts the communication; returns what waits for it."""
         if setting.moved_by is Mover.ENGINES:
-            pending = comm.start(Mover.ENGINES)
-            told = _tell(pending, ended)
-
-            def wait() -> None:
-                _finish(pending)
-                if not told:
-                    ended(Side.COMM, 0)
-
-            return wait
+            return _told(comm.start(Mover.ENGINES), ended)
         begun = threading.Event()
 
         def communicate() -> None:
@@ -161,13 +154,27 @@ def _finish(pending: Pending | None) -> None:
         pending.wait()
 
 
-def _tell(pending: Pending | None, ended: Mark) -> bool:
-    """Has the end told by whoever comes to it, if that can be; else it is seen when it is waited for."""
-    tell = getattr(pending, "add_done_callback", None)
-    if tell is None:
-        return False
-    tell(lambda _: ended(Side.COMM, 0))
-    return True
+def _told(pending: Pending | None, ended: Mark) -> Callable[[], None]:
+    """Has the end told by whoever comes to it, if that can be; else it is seen when it is waited for.
+
+    Returns what waits: for the end, and until it was told, which may come a moment later.
+    """
+    over = threading.Event()
+
+    def tell(_: object = None) -> None:
+        ended(Side.COMM, 0)
+        over.set()
+
+    later = getattr(pending, "add_done_callback", None)
+    if later is not None:
+        later(tell)
+
+    def wait() -> None:
+        _finish(pending)
+        if later is None or not over.wait(_TOLD_S):
+            tell()
+
+    return wait
 
 
 def _threads() -> set[int]:

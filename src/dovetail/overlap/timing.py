@@ -153,6 +153,7 @@ class CpuTimer:
     def both(self, compute: Computation, comm: Communication, setting: Setting) -> Times:
         """Together."""
         self.place.prepare(setting)
+        self._ended = {}
         began = self._start()
         self.place.launch(compute, comm, setting, 0, self._mark)
         took = {side: (end - began) * 1e6 for side, end in self._ended.items()}
