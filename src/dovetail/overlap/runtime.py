@@ -120,30 +120,26 @@ class Runtime:
             return Outcome(launched.value, setting, _forced, launched.pending)
         if cores:
             raise ValueError("cores: auto chooses them; name a strategy to choose them yourself")
-        pair = self._pair(task.load, comm)
-        setting = self._next(pair, comm)
-        if not pair.trials.wants_time or self._is_capturing(main):
+        setting, why, timed = self._chosen(task.load, comm, main)
+        if timed is None:
             launched = self.place.launch(task, comm, setting, main)
         else:
-            with self._timed(pair, setting, main):
+            with self._timed(timed, setting, main):
                 launched = self.place.launch(task, comm, setting, main)
-        return Outcome(launched.value, setting, pair.why, launched.pending)
+        return Outcome(launched.value, setting, why, launched.pending)
 
     @contextlib.contextmanager
     def beside(self, comm: Communication, strategy: str = AUTO, *, cores: int = 0, name: str = "") -> Iterator[Outcome]:
         """The communication beside what is launched inside; see `dovetail.overlap.beside`."""
         check(comm)
         main = self.main()
-        timed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if strategy != AUTO:
-            setting, why = self.forced(comm, strategy, cores), _forced
+            setting, why, timed = self.forced(comm, strategy, cores), _forced, None
         else:
-            pair = self._pair(Load(name=name), comm)
-            setting, why = self._next(pair, comm), pair.why
-            if pair.trials.wants_time and not self._is_capturing(main):
-                timed = self._timed(pair, setting, main)
+            setting, why, timed = self._chosen(Load(name=name), comm, main)
+        clock = self._timed(timed, setting, main) if timed is not None else contextlib.nullcontext()
         outcome = Outcome(None, setting, why)
-        with timed, self.place.beside(comm, setting, main) as started:
+        with clock, self.place.beside(comm, setting, main) as started:
             yield outcome
         outcome.pending = started.pending
 
@@ -200,6 +196,28 @@ class Runtime:
                 every = tuple(s for s in every if s.strategy is Strategy.SERIAL or s.moved_by is Mover.ENGINES)
             self._settings[key] = policy.few(every, place.core_step)
         return self._settings[key]
+
+    def _chosen(
+        self, load: Load, comm: Communication, main: int
+    ) -> tuple[Setting, Callable[[], str], _Pair | None]:
+        """The setting of the next run, why, and the pair if it is to be timed.
+
+        A capture tries nothing: its events have no times, and a driver asked for others would end it.
+        """
+        if self._device is not None and self._device.driver.stream_capturing(main):
+            pair = self._known(load, comm)
+            if pair is not None:
+                return pair.trials.kept, pair.why, None
+            ranking = self._ranking(load, comm)
+            return next(s for s in ranking.order if s.strategy not in PARTITIONED), ranking.words, None
+        pair = self._pair(load, comm)
+        setting = self._next(pair, comm)
+        return setting, pair.why, pair if pair.trials.wants_time else None
+
+    def _known(self, load: Load, comm: Communication) -> _Pair | None:
+        if comm.group is None or comm.group.size == 1:
+            return self._pairs.get((load, comm.traffic))
+        return self._of_groups.get(comm.group, {}).get((load.name, comm.traffic))
 
     def _pair(self, load: Load, comm: Communication) -> _Pair:
         """Of a group the key is what all ranks have alike: a name and the traffic, not what one of them computes."""
@@ -273,10 +291,6 @@ class Runtime:
         self._device.driver.event_record(event, main)
         return event
 
-    def _is_capturing(self, main: int) -> bool:
-        """Events of a capture have no times."""
-        return self._device is not None and self._device.driver.stream_capturing(main)
-
     @contextlib.contextmanager
     def _timed(self, pair: _Pair, setting: Setting, main: int) -> Iterator[None]:
         begin = self._stamp(main)
@@ -309,10 +323,10 @@ class Runtime:
                 self._unread.append((pair, setting, begin, end))
                 continue
             pair.num_unread -= 1
-            for event in (begin, end):
-                device.give_event(event, timed=True)
             with contextlib.suppress(HardwareError):  # then there is one time less
                 pair.trials.note(setting, driver.event_elapsed_us(begin, end))
+            for event in (begin, end):
+                device.give_event(event, timed=True)
 
     def close(self) -> None:
         """Waits for what is under way. Safe to call twice; nothing runs afterwards."""
