@@ -138,9 +138,8 @@ def _policies(rows: Sequence[Row]) -> list[str]:
 def _energy(rows: Sequence[Row]) -> list[str]:
     """Joules of a pair by engines over those by a kernel, where both were told apart from idle."""
     joules: dict[str, dict[str, Row]] = {}
-    for row in settings(rows):
-        if row["joules"]:
-            joules.setdefault(row["scenario"], {})[row["strategy"]] = row
+    for row in best_by_strategy([row for row in settings(rows) if row["joules"]]):
+        joules.setdefault(row["scenario"], {})[row["strategy"]] = row
     both = [by for by in joules.values() if {Strategy.STREAMS, Strategy.DMA} <= set(by)]
     if not both:
         return []
