@@ -14,6 +14,7 @@
 #include "caller.h"
 #include "tensors.h"
 #include "move.h"
+#include "pool.h"
 #include "reduce.h"
 
 namespace nb = nanobind;
@@ -116,6 +117,15 @@ NB_MODULE(_native, m) {
     for (const uint64_t s : sources) from.push_back(reinterpret_cast<const char*>(s));
     reduce_items(static_cast<DType>(dtype), static_cast<ReduceOp>(op), reinterpret_cast<char*>(dst), from.data(),
                  static_cast<int>(from.size()), items);
+  });
+  m.def("pool", [](int dtype, bool wide, bool mean, const std::vector<uint64_t>& weights, int64_t dim, uint64_t values,
+                   uint64_t offsets, int64_t batch, int64_t first, int64_t end, uint64_t scales, uint64_t out, int64_t out_stride) {
+    std::vector<const char*> tables;
+    for (const uint64_t w : weights) tables.push_back(reinterpret_cast<const char*>(w));
+    nb::gil_scoped_release free;
+    pool_bags({static_cast<DType>(dtype), wide, mean, tables.data(), static_cast<int>(tables.size()), dim,
+               reinterpret_cast<const char*>(values), reinterpret_cast<const int64_t*>(offsets), batch, first, end,
+               reinterpret_cast<const char*>(scales), reinterpret_cast<char*>(out), out_stride});
   });
   m.def("set_streaming_bytes", [](uint64_t n) { streaming_bytes = n; });
   m.attr("STEP_BYTES") = sizeof(Step);

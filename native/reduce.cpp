@@ -1,11 +1,18 @@
+#include "pool.h"
 #include "reduce.h"
 
 namespace dovetail {
 
-using Kernel = void (*)(DType, ReduceOp, char*, const char* const*, int, size_t);
+struct Kernels {
+  void (*reduce)(DType, ReduceOp, char*, const char* const*, int, size_t);
+  void (*pool)(const Pool&);
+};
 
-#define DECLARE_ISA(isa) \
-  namespace isa { void reduce_items(DType, ReduceOp, char*, const char* const*, int, size_t); }
+#define DECLARE_ISA(isa)                                                                  \
+  namespace isa {                                                                         \
+  void reduce_items(DType, ReduceOp, char*, const char* const*, int, size_t);             \
+  void pool_bags(const Pool&);                                                            \
+  }
 DECLARE_ISA(base)
 #if defined(__x86_64__)
 DECLARE_ISA(avx2)
@@ -13,16 +20,16 @@ DECLARE_ISA(avx512)
 #endif
 
 namespace {
-Kernel pick() {
+Kernels pick() {
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512dq"))
-    return avx512::reduce_items;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return avx2::reduce_items;
+    return {avx512::reduce_items, avx512::pool_bags};
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return {avx2::reduce_items, avx2::pool_bags};
 #endif
-  return base::reduce_items;
+  return {base::reduce_items, base::pool_bags};
 }
-const Kernel kernel = pick();
+const Kernels kernels = pick();
 constexpr size_t kItemBytes[] = {1, 1, 2, 4, 8, 2, 4, 8, 1, 2, 2, 4, 8, 1, 1, 1, 1};
 static_assert(sizeof kItemBytes / sizeof *kItemBytes == static_cast<size_t>(DType::Count));
 }  // namespace
@@ -35,7 +42,9 @@ bool reducible(DType type, ReduceOp op) {
 }
 
 void reduce_items(DType type, ReduceOp op, char* dst, const char* const* sources, int num_sources, size_t n) {
-  kernel(type, op, dst, sources, num_sources, n);
+  kernels.reduce(type, op, dst, sources, num_sources, n);
 }
+
+void pool_bags(const Pool& p) { kernels.pool(p); }
 
 }  // namespace dovetail

@@ -5,50 +5,13 @@
 #include <limits>
 #include <type_traits>
 
+#include "items.h"
 #include "reduce.h"
-
-#ifndef DV_ISA
-#define DV_ISA base
-#endif
 
 namespace dovetail::DV_ISA {
 namespace {
 
 constexpr size_t kBlock = 1024;  // elements: the accumulators stay in L1
-
-// --- storage types: how an element is kept, and the type it is computed in -------------------------------------------
-
-template <class T>
-struct Plain {
-  using Store = T;
-  using Value = T;
-  static Value load(Store s) { return s; }
-  static Store save(Value v) { return v; }
-};
-
-struct Half {
-  using Store = _Float16;
-  using Value = float;
-  static Value load(Store s) { return static_cast<float>(s); }
-  static Store save(Value v) { return static_cast<_Float16>(v); }
-};
-
-struct BFloat {
-  using Store = uint16_t;
-  using Value = float;
-  static Value load(Store s) {
-    const uint32_t bits = static_cast<uint32_t>(s) << 16;
-    float f;
-    std::memcpy(&f, &bits, 4);
-    return f;
-  }
-  static Store save(Value v) {
-    uint32_t bits;
-    std::memcpy(&bits, &v, 4);
-    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
-    return static_cast<Store>((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
-  }
-};
 
 // 8-bit floats by their definition: E exponent bits, M mantissa bits. FNUZ: no infinity, no -0, NaN is 0x80, bias one
 // larger. FN (e4m3): no infinity, NaN is 0x7f. e5m2 is IEEE-like. Values out of range become what torch 2.13 makes of

@@ -78,6 +78,11 @@ VARIABLES: Mapping[str, Variable] = {
     "DOVETAIL_TIMEOUT": Variable(
         kind="seconds > 0", default="300", doc="How long a rank that makes no progress is waited for."
     ),
+    "DOVETAIL_TRANSPORT": Variable(
+        kind="name of a transport",
+        default="unset",
+        doc="Force a transport of fused operators where `auto` would choose, such as `store`.",
+    ),
     "DOVETAIL_VARIANT": Variable(
         kind="name of a variant", default="unset", doc="Force a variant where `auto` would choose, such as `pcpy`."
     ),
@@ -124,6 +129,11 @@ def disable() -> bool:
 def variant() -> str | None:
     """The variant forced on every `auto`, or None; `dovetail.coll` knows the names."""
     return _get("DOVETAIL_VARIANT")
+
+
+def transport() -> str | None:
+    """The transport forced on every `auto`, or None; `dovetail.ops` knows the names."""
+    return _get("DOVETAIL_TRANSPORT")
 
 
 def require() -> frozenset[str]:

@@ -22,6 +22,7 @@ ACCESSORS: dict[str, Callable[[], object]] = {
     "DOVETAIL_RENDEZVOUS": env.rendezvous,
     "DOVETAIL_REQUIRE": env.require,
     "DOVETAIL_TIMEOUT": env.timeout_s,
+    "DOVETAIL_TRANSPORT": env.transport,
     "DOVETAIL_VARIANT": env.variant,
     "DOVETAIL_WORLD_SIZE": env.world_size,
 }
@@ -54,6 +55,7 @@ def test_every_variable_has_an_accessor() -> None:
         ("DOVETAIL_RENDEZVOUS", None),
         ("DOVETAIL_REQUIRE", frozenset()),
         ("DOVETAIL_TIMEOUT", 300.0),
+        ("DOVETAIL_TRANSPORT", None),
         ("DOVETAIL_VARIANT", None),
         ("DOVETAIL_WORLD_SIZE", None),
     ],
@@ -80,6 +82,7 @@ def test_default(name: str, value: object, unset: str, monkeypatch: pytest.Monke
         ("DOVETAIL_RENDEZVOUS", "abc", "abc"),
         ("DOVETAIL_REQUIRE", "openmpi, Browser,", frozenset({"openmpi", "browser"})),
         ("DOVETAIL_TIMEOUT", "2.5", 2.5),
+        ("DOVETAIL_TRANSPORT", "store", "store"),
         ("DOVETAIL_VARIANT", "pcpy", "pcpy"),
         ("DOVETAIL_WORLD_SIZE", "8", 8),
     ],

@@ -33,6 +33,8 @@ def notice(size: int) -> bytes:
     return json.dumps(
         {
             "variant": env.variant(),
+            "transport": env.transport(),
+            "fused": profile.sections.get("fused", {}),
             "disable": env.disable(),
             "coll": coll,
             "date": profile.date,

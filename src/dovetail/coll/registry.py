@@ -19,6 +19,7 @@ class Registry:
         self._counters: dict[int, tuple[Shape, str, Any, Callable[[], str]]] = {}
         self._past: Counter[tuple[Shape, str, str]] = Counter()  #: runs of bound calls that are gone
         self._baseline: Counter[tuple[str, str]] = Counter()
+        self._operators: Counter[tuple[str, str, str]] = Counter()
         self._lock = threading.Lock()
 
     def add(self, bound: Any) -> None:
@@ -40,6 +41,11 @@ class Registry:
         with self._lock:
             self._baseline[collective, reason] += 1
 
+    def count_operator(self, op: str, transport: str, reason: str) -> None:
+        """A call of a fused operator."""
+        with self._lock:
+            self._operators[op, transport, reason] += 1
+
     def stats(self) -> dict[str, Any]:
         """Calls, bytes, engines and fall-backs since the process began, blocking calls included."""
         with self._lock:
@@ -54,6 +60,9 @@ class Registry:
             falls: list[dict[str, Any]] = [
                 {"collective": c, "variant": "torch", "calls": n, "reason": r} for (c, r), n in self._baseline.items()
             ]
+            operators = [
+                {"operator": o, "transport": t, "calls": n, "reason": r} for (o, t, r), n in self._operators.items()
+            ]
         merged: dict[tuple[str, str], dict[str, Any]] = {}
         for row in rows:
             into = merged.setdefault((row["collective"], row["variant"]), {**row, "calls": 0, "bytes": 0})
@@ -66,6 +75,7 @@ class Registry:
             "by_variant": ours,
             "engines": {CPU.engine: 0, **engines},
             "fall_backs": falls,
+            "operators": operators,
         }
 
 

@@ -55,6 +55,7 @@ class World:
         self._counts: dict[tuple[int, ...], int] = {}
         self._lock = threading.Lock()
         self._native: Any = None
+        self.memory_bytes: list[int] = []  #: of each rank's part of the heap
         self.gpu: Any = None  #: the GPU side of this rank, `hw.gpu.world.GpuWorld`, once a GPU is used
         if local:
             self._meet(notice)
@@ -65,6 +66,7 @@ class World:
         module = native.load()
         members = rendezvous.meet(self.token, self.rank, self.size, env.heap_bytes(), notice, self.timeout_s)
         self.notices = [m.notice for m in members]
+        self.memory_bytes = [m.memory_bytes for m in members]
         spins = _SPINS_ALONE if self.size <= (os.cpu_count() or 1) else _SPINS_SHARED
         try:
             self._native = module.World(
@@ -163,7 +165,8 @@ class World:
         for g in self._groups.values():
             g.native = None
             native.keep(g.gpu)
-            g.gpu = None
+            native.keep(g.ops)
+            g.gpu = g.ops = None
             for known in (g.calls, g.tables, g.fast, g.barriers):
                 native.keep(dict(known))
                 known.clear()
@@ -193,6 +196,7 @@ class Group:
         self.keep: list[Any] = []  #: what must live as long as the group
         self.native: Any = None
         self.gpu: Any = None  #: its GPU side, `hw.gpu.group.GpuGroup`, once a GPU tensor is used in it
+        self.ops: Any = None  #: its operators' side, `ops.group.OpsGroup`, once a fused operator is called in it
         self._error: DovetailError | None = None
         if world.local:
             self.native = self._join()
@@ -238,6 +242,9 @@ class Group:
 
     def close(self) -> None:
         """Ends the group on this rank; its other members find it closed if they call on."""
+        if self.ops is not None:
+            self.ops.close()
+            self.ops = None
         if self.gpu is not None:
             self.gpu.close()
             self.gpu = None

@@ -7,7 +7,7 @@ tests, and whatever imports and exports signals.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -118,6 +118,17 @@ class PlanRunner:
         caller = self._caller
         if caller.run([t.data_ptr() for t in tensors], [t.nbytes for t in tensors], []) != 1:
             raise self.error(caller.failure())
+
+    def blocking(self, tensors: Sequence[Any]) -> Callable[[], None]:
+        """`run` over the same tensors again and again, which the caller keeps."""
+        pointers, sizes = [t.data_ptr() for t in tensors], [t.nbytes for t in tensors]
+        caller = self._caller
+
+        def again() -> None:
+            if caller.run(pointers, sizes, []) != 1:
+                raise self.error(caller.failure())
+
+        return again
 
     def _has(self, name: str) -> bool:
         buffer = self.plan.buffers[self._layout.user[self._names.index(name)]]

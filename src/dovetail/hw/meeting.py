@@ -1,0 +1,71 @@
+"""Ranks of a group that tell each other a few bytes before they do something together, and when they are done.
+
+Both go through the CPU's engines: every rank sees the same bytes, a dead or late rank is an error there. Used by
+whatever shares memory without a plan for it: tables of peers' addresses, operators that write into a peer's buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dovetail.errors import DovetailError
+from dovetail.hw.cpu.executor import PlanRunner
+from dovetail.hw.world import Group
+from dovetail.plan import passes
+from dovetail.plan.build import all_gather, rooted
+
+
+class Meeting:
+    """All members of `group` make one together, with the same `size_bytes` and `name`."""
+
+    def __init__(self, group: Group, size_bytes: int, name: str) -> None:
+        import torch
+
+        self.group, self.size_bytes = group, size_bytes
+        host = group.world
+        self._companion = host.new_group(group.ranks, name=f"{name} {group.name}")
+        mine = host.empty((size_bytes,), torch.uint8).zero_()
+        everybody = host.empty((size_bytes * group.size,), torch.uint8)
+        self._held = [mine, everybody]
+        self._here: Any = memoryview(mine.numpy())  # type: ignore[arg-type]
+        self._there: Any = memoryview(everybody.numpy())  # type: ignore[arg-type]
+        companion = self._companion
+        gather, meet = all_gather.pcpy(group.size, size_bytes), rooted.barrier(group.size)
+        self._exchange = PlanRunner(companion, passes.entry(gather)).blocking(self._held)
+        self._barrier = PlanRunner(companion, passes.entry(meet)).blocking([])
+
+    def exchange(self, mine: bytes) -> bytes:
+        """Everybody's bytes, `size_bytes` of each rank. Blocks until all members are here.
+
+        Raises:
+            PeerError, Timeout: a rank is gone or silent; the group is broken.
+        """
+        self._here[: len(mine)] = mine
+        self._run(self._exchange)
+        return bytes(self._there)
+
+    def barrier(self) -> None:
+        """Returns when all members have called it: what they wrote to shared memory before can be read."""
+        self._run(self._barrier)
+
+    def _run(self, run: Callable[[], None]) -> None:
+        if self.group.broken is not None:
+            raise self.group.broken
+        if self._companion.timeout_s != self.group.timeout_s:
+            self._companion.set_timeout(self.group.timeout_s)
+        try:
+            run()
+        except DovetailError as error:
+            self.group.set_broken(error)
+            raise
+
+    def fail(self, error: DovetailError) -> None:
+        """Breaks the group: this rank can't go on, and who waits for it is told at once."""
+        self.group.set_broken(error)
+        if self._companion.native is not None:
+            self._companion.native.break_all(self.group.rank)
+
+    def close(self) -> None:
+        """Ends it on this rank; members that wait for it are told."""
+        self._companion.close()
