@@ -1,0 +1,190 @@
+"""Transport `store` on the CPU: a rank computes straight into its peers' memory, their pieces first.
+
+Memory is shared, so a peer's piece of the output is an ordinary tensor here and the operator writes it without a copy.
+A call is: agree (where everybody's memory is), compute, meet again. Between `agree` and the end of a call no rank
+touches what the call was given; the exchange that opens the next call is what makes scratch free again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dovetail.coll.dtypes import DTYPES
+from dovetail.hw.cpu import native
+from dovetail.ops import calls
+from dovetail.ops.cpu import pooling
+from dovetail.ops.group import NUM_WORDS, OpsGroup
+from dovetail.plan.step import ReduceOp
+
+#: Rows of a destination below which one product for all of them, and copies, beat a product per destination: each reads
+#: all of w. Measured on two cores (docs/design/ops.md).
+_FEW_ROWS = 48
+#: Bytes of a result up to which every rank adds up all of it, which saves the second meeting.
+_ONESHOT_BYTES = 32 << 10
+
+
+def remote_first(rank: int, size: int) -> list[int]:
+    """The ranks after this one, and itself last."""
+    return [(rank + 1 + k) % size for k in range(size)]
+
+
+def gemm_all_to_all(g: OpsGroup, c: calls.GemmAllToAll) -> torch.Tensor:
+    """Each destination's rows, written where they end."""
+    rank, size, n = g.group.rank, g.group.size, c.n
+    out = g.blocks.empty((sum(c.receive), n), c.dtype)
+    slots = g.agree(c.text, (g.blocks.offset(out),), (*c.send, *c.receive))
+    starts = [sum(c.send[:d]) for d in range(size)]
+    whole = None
+    if size > 1 and c.rows < _FEW_ROWS * size and c.rows:
+        whole = torch.mm(c.x, c.w.t())
+    with _unfinished(g, out):
+        for d in remote_first(rank, size):
+            if not c.send[d]:
+                continue
+            receive = slots[d][NUM_WORDS + size :]
+            there = out if d == rank else g.at(d, slots[d][0], (sum(receive), n), c.dtype)
+            first = sum(receive[:rank])
+            piece = there[first : first + c.send[d]]
+            if whole is not None:
+                piece.copy_(whole[starts[d] : starts[d] + c.send[d]])
+            else:
+                torch.mm(c.x[starts[d] : starts[d] + c.send[d]], c.w.t(), out=piece)
+        g.barrier()
+    return out
+
+
+def all_gather_matmul(g: OpsGroup, c: calls.AllGatherMatmul) -> torch.Tensor:
+    """Peers' rows are read where they are; its own come first, while late ranks arrive."""
+    rank, size, m = g.group.rank, g.group.size, c.rows
+    offset = g.blocks.offset(c.x)
+    if offset < 0 and size > 1 and c.x.numel():
+        here = g.scratch("x", c.x.nbytes)[: c.x.nbytes].view(c.dtype).view(c.x.shape)
+        here.copy_(c.x)
+        offset = g.blocks.offset(here)
+    slots = g.agree(c.text, (offset,))
+    rows = [c.x if s == rank else g.at(s, slots[s][0], (m, c.k), c.dtype) for s in range(size)]
+    if m < _FEW_ROWS and size > 1:
+        out = torch.mm(torch.cat(rows), c.w.t())
+    else:
+        out = torch.empty((size * m, c.n), dtype=c.dtype)
+        for s in [rank, *remote_first(rank, size)[:-1]]:
+            torch.mm(rows[s], c.w.t(), out=out[s * m : (s + 1) * m])
+    g.barrier()  # everybody has read x
+    return out
+
+
+def matmul_reduce_scatter(g: OpsGroup, c: calls.MatmulReduceScatter) -> torch.Tensor:
+    """Partial rows go to their owner, which adds them up in the order of ranks."""
+    rank, size = g.group.rank, g.group.size
+    m, n = c.rows // size, c.n
+    part = m * n * c.dtype.itemsize
+    stage = g.scratch("partial", part * size)
+    slots = g.agree(c.text, (g.blocks.offset(stage),))
+    whole = torch.mm(c.x, c.w.t()) if size > 1 and m < _FEW_ROWS else None
+    with _unfinished(g, stage):
+        for d in remote_first(rank, size) if part else ():
+            there = g.at(d, slots[d][0] + rank * part, (m, n), c.dtype)
+            if whole is not None:
+                there.copy_(whole[d * m : (d + 1) * m])
+            else:
+                torch.mm(c.x[d * m : (d + 1) * m], c.w.t(), out=there)
+        g.barrier()
+    out = torch.empty((m, n), dtype=c.dtype)
+    add_up(out, [stage.data_ptr() + s * part for s in range(size)])
+    return out
+
+
+def gemv_all_reduce(g: OpsGroup, c: calls.GemvAllReduce) -> torch.Tensor:
+    """Each rank owns some columns: it gets everybody's partial ones, adds them up in the order of ranks, and writes
+    the sum into every rank's output. A small result is added up by every rank; the bits are the same."""
+    rank, size = g.group.rank, g.group.size
+    m, n, item = c.rows, c.n, c.dtype.itemsize
+    if m * n * item <= _ONESHOT_BYTES or n < size:
+        return _oneshot(g, c)
+    cuts = [n * d // size for d in range(size + 1)]
+    wide = max(b - a for a, b in itertools.pairwise(cuts)) * m * item
+    stage = g.scratch("partial", wide * size)
+    out = g.blocks.empty((m, n), c.dtype)
+    slots = g.agree(c.text, (g.blocks.offset(stage), g.blocks.offset(out)))
+    with _unfinished(g, stage, out):
+        for d in remote_first(rank, size):
+            there = g.at(d, slots[d][0] + rank * wide, (m, cuts[d + 1] - cuts[d]), c.dtype)
+            torch.mm(c.x, c.w[cuts[d] : cuts[d + 1]].t(), out=there)
+        g.barrier()
+        mine = torch.empty((m, cuts[rank + 1] - cuts[rank]), dtype=c.dtype)
+        add_up(mine, [stage.data_ptr() + s * wide for s in range(size)])
+        for d in remote_first(rank, size):
+            there = out if d == rank else g.at(d, slots[d][1], (m, n), c.dtype)
+            there[:, cuts[rank] : cuts[rank + 1]].copy_(mine)
+        g.barrier()
+    return out
+
+
+def _oneshot(g: OpsGroup, c: calls.GemvAllReduce) -> torch.Tensor:
+    m, n = c.rows, c.n
+    size = m * n * c.dtype.itemsize
+    stage = g.scratch("partial", size)
+    slots = g.agree(c.text, (g.blocks.offset(stage),))
+    if size:
+        torch.mm(c.x, c.w.t(), out=stage[:size].view(c.dtype).view(m, n))
+    g.barrier()
+    out = torch.empty((m, n), dtype=c.dtype)
+    base = [g.group.world.native.base(r) for r in g.group.ranks]
+    add_up(out, [int(base[s]) + slots[s][0] for s in range(g.group.size)])
+    return out
+
+
+def embedding_all_to_all(g: OpsGroup, c: calls.EmbeddingAllToAll) -> torch.Tensor:
+    """Bags are pooled straight into the row of the sample's rank, slice by slice."""
+    rank, size = g.group.rank, g.group.size
+    local, tables = c.batch // size, len(c.weights)
+    guess = g.known.get("tables", tables * size)  # of all ranks, last time: then one exchange is enough
+    out = g.blocks.empty((local, guess, c.dim), c.dtype)
+    slots = g.agree(c.text, (g.blocks.offset(out), tables, guess))
+    every = [row[1] for row in slots]
+    first, total = sum(every[:rank]), sum(every)
+    if any(row[2] != total for row in slots):
+        g.known["tables"] = total
+        out = g.blocks.empty((local, total, c.dim), c.dtype)
+        slots = g.agree(c.text, (g.blocks.offset(out),))
+    with _unfinished(g, out):
+        for d in remote_first(rank, size) if out.numel() else ():
+            there = out if d == rank else g.at(d, slots[d][0], (local, total, c.dim), c.dtype)
+            pooling.pool(c, d * local, (d + 1) * local, there[:, first : first + tables])
+        g.barrier()
+    return out
+
+
+def add_up(out: torch.Tensor, sources: list[int]) -> None:
+    """out = the sum over addresses, in their order, in fp32 for shorter floats and rounded once."""
+    if out.numel():
+        native.load().reduce(int(DTYPES[out.dtype]), int(ReduceOp.SUM), out.data_ptr(), sources, out.numel())
+
+
+class _unfinished:  # noqa: N801 - used as a statement
+    """Around the part of a call in which peers write our memory: after an error it is not used again."""
+
+    __slots__ = ("_group", "_held")
+
+    def __init__(self, group: OpsGroup, *held: Any) -> None:
+        self._group, self._held = group, held
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            self._group.fail(error, *self._held)
+
+
+Forward = Callable[[OpsGroup, Any], torch.Tensor]
+FORWARD: dict[type[calls.Call], Forward] = {
+    calls.GemmAllToAll: gemm_all_to_all,
+    calls.GemvAllReduce: gemv_all_reduce,
+    calls.AllGatherMatmul: all_gather_matmul,
+    calls.MatmulReduceScatter: matmul_reduce_scatter,
+    calls.EmbeddingAllToAll: embedding_all_to_all,
+}

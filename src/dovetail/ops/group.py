@@ -1,0 +1,148 @@
+"""Ranks that call operators together: how they agree on a call before any of them writes into another's memory.
+
+Each call begins with an exchange of slots (what is called, where its memory is, split sizes). A rank whose arguments
+are wrong posts its error instead: it raises that error, the others raise one that quotes it, and nothing has moved.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from dovetail.coll.arguments import usable
+from dovetail.errors import DovetailError, MismatchError, NotSupported
+from dovetail.hw.cpu import native
+from dovetail.hw.meeting import Meeting
+from dovetail.hw.world import Group
+from dovetail.ops.cpu.memory import Blocks, Peers
+
+_TEXT_BYTES = 184
+#: Words of a slot that a transport may use: heap offsets of its memory, numbers of tables.
+NUM_WORDS = 4
+_CALL, _REFUSED = 1, 2
+_ERRORS = (ValueError, TypeError, IndexError, NotSupported)
+
+T = TypeVar("T")
+
+
+class OpsGroup:
+    """The operators' side of a `Group` on one host. All members make one together."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        size = group.size
+        self._head, self._words = struct.Struct(f"<q{_TEXT_BYTES}s"), struct.Struct(f"<{NUM_WORDS + 2 * size}q")
+        self._meeting = Meeting(group, self._head.size + self._words.size, "ops")
+        self._texts: dict[str, bytes] = {}
+        self._no_splits = (0,) * (2 * size)
+        self.blocks, self.peers = Blocks(group.world), Peers(group.world)
+        self._scratch: dict[str, Any] = {}
+        self.known: dict[Any, Any] = {}  #: what transports keep for shapes seen before
+
+    def checked(self, make: Callable[[], T]) -> T:
+        """What `make` returns. If it refuses its arguments, the other ranks are told, and it is raised here."""
+        try:
+            return make()
+        except _ERRORS as error:
+            text = f"{type(error).__name__}: {error}".encode()[:_TEXT_BYTES]
+            self._meeting.exchange(self._head.pack(_REFUSED, text))
+            raise
+
+    def agree(self, text: str, words: Sequence[int] = (), splits: Sequence[int] = ()) -> list[tuple[int, ...]]:
+        """Each rank's `words`, then its `splits` (what it sends, what it receives). Blocks until all have called.
+
+        Raises:
+            MismatchError: they do not make the same call, or one refused its arguments; nothing was moved.
+        """
+        known = self._texts.get(text)
+        if known is None:
+            if len(self._texts) > 4096:
+                self._texts.clear()
+            known = self._texts[text] = self._head.pack(_CALL, text.encode()[:_TEXT_BYTES])
+        padded = (*words, *(0,) * (NUM_WORDS - len(words)))
+        slots = self._meeting.exchange(known + self._words.pack(*padded, *(splits or self._no_splits)))
+        step, head = self._meeting.size_bytes, self._head.size
+        starts = range(0, len(slots), step)
+        if any(slots[at : at + head] != known for at in starts):
+            raise self._mismatch(slots)
+        rows = [self._words.unpack_from(slots, at + head) for at in starts]
+        if splits:
+            self._match(text, rows)
+        return rows
+
+    def _match(self, text: str, rows: list[tuple[int, ...]]) -> None:
+        """What i sends to j is what j expects from i."""
+        size = self.group.size
+        for i in range(size):
+            for j in range(size):
+                sent, expected = rows[i][NUM_WORDS + j], rows[j][NUM_WORDS + size + i]
+                if sent != expected:
+                    calls = {
+                        r: f"{text} with input_splits {list(rows[r][NUM_WORDS : NUM_WORDS + size])} and "
+                        f"output_splits {list(rows[r][NUM_WORDS + size :])}"
+                        for r in {i, j}
+                    }
+                    text = f"rank {i} sends {sent} rows to rank {j}, which expects {expected}; nothing was moved"
+                    raise MismatchError(text, calls=calls)
+
+    def _mismatch(self, slots: bytes) -> DovetailError:
+        kinds, texts = [], []
+        for at in range(0, len(slots), self._meeting.size_bytes):
+            kind, text = self._head.unpack_from(slots, at)
+            kinds.append(kind)
+            texts.append(text.rstrip(b"\0").decode(errors="replace"))
+        if _REFUSED in kinds:
+            rank = kinds.index(_REFUSED)
+            return MismatchError(
+                f"rank {rank} of {self.group} refused its arguments ({texts[rank]}); nothing was moved"
+            )
+        mine = texts[self.group.rank]
+        other = next(r for r, t in enumerate(texts) if t != mine)
+        calls = {self.group.rank: mine, other: texts[other]}
+        return MismatchError(f"the ranks of {self.group} do not make the same call; nothing was moved", calls=calls)
+
+    def barrier(self) -> None:
+        """Returns when all members have called it; what they wrote before can be read."""
+        self._meeting.barrier()
+
+    def fail(self, error: BaseException, *held: Any) -> None:
+        """A call ended between agreement and its end: the group is broken, and memory that a late peer may still
+        write is not used again."""
+        native.keep((held, self._scratch))
+        self._scratch = {}
+        if self.group.broken is None:
+            known = error if isinstance(error, DovetailError) else DovetailError(f"an operator failed: {error!r}")
+            self._meeting.fail(known)
+
+    def scratch(self, name: str, size_bytes: int) -> Any:
+        """Memory of this rank that peers reach, at least this large, kept for the next call. Peers use it between
+        `agree` and the end of the call only, so one serves all calls."""
+        import torch
+
+        found = self._scratch.get(name)
+        if found is None or found.nbytes < size_bytes:
+            self._scratch.pop(name, None)
+            found = self._scratch[name] = self.blocks.empty((max(size_bytes, 1),), torch.uint8)
+        return found
+
+    def close(self) -> None:
+        """Ends it on this rank, with its group."""
+        self._meeting.close()
+        self._scratch.clear()
+        self.known.clear()
+
+    def at(self, rank: int, offset: int, shape: tuple[int, ...], dtype: Any) -> Any:
+        """A tensor over the memory of a rank of the group."""
+        return self.peers.at(self.group.ranks[rank], offset, shape, dtype)
+
+
+def ops_group(group: Group) -> OpsGroup:
+    """The one of a group; made at the first operator, by all members together."""
+    found: OpsGroup | None = group.ops
+    if found is None:
+        usable(group)
+        if not group.world.local:
+            raise NotSupported(f"{group} spans hosts: its operators run unfused")
+        found = group.ops = OpsGroup(group)
+    return found

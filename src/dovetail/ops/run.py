@@ -1,0 +1,61 @@
+"""From an operator's arguments to its result: check, choose a transport, run it.
+
+Every call of a group on one host begins with one exchange among its ranks, whatever the transport: there they find out
+that they make the same call, or that one of them refused its arguments.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from dovetail.coll.arguments import backend_of, usable
+from dovetail.coll.registry import registry
+from dovetail.hw.world import Group
+from dovetail.ops import calls, choose, unfused
+from dovetail.ops.choose import Choice
+from dovetail.ops.cpu import decomposed, dma, store
+from dovetail.ops.group import ops_group
+
+log = logging.getLogger("dovetail")
+
+C = TypeVar("C", bound=calls.Call)
+_said: set[tuple[str, str]] = set()
+
+
+def checked(group: Group, make: Callable[[int], C], transport: str = choose.AUTO) -> tuple[C, Choice]:
+    """The call and how it runs; `make` takes the number of ranks. Wrong arguments are told to the other ranks."""
+
+    def both() -> tuple[C, Choice]:
+        call = make(group.size)
+        return call, choose.transport_for(group, call, transport, backend_of_call(call))
+
+    usable(group)
+    return ops_group(group).checked(both) if group.world.local else both()
+
+
+def run(group: Group, make: Callable[[int], C], transport: str = choose.AUTO) -> torch.Tensor:
+    """Runs it."""
+    call, choice = checked(group, make, transport)
+    registry.count_operator(call.op, *choice)
+    if (call.op, choice.transport) not in _said:
+        _said.add((call.op, choice.transport))
+        log.info("rank %d: %s runs %s (%s)", group.rank, call.text, *choice)
+    if choice.transport == choose.UNFUSED:
+        return unfused.run(group, call)
+    return _CPU[choice.transport](ops_group(group), call)
+
+
+def backend_of_call(call: calls.Call) -> str:
+    """Who runs a call: "cpu", "cuda" or "hip"."""
+    return backend_of(torch.empty(0, device=call.device)) if call.device.type != "cpu" else "cpu"
+
+
+_CPU: dict[str, Callable[[Any, Any], torch.Tensor]] = {
+    choose.STORE: lambda g, c: store.FORWARD[type(c)](g, c),
+    choose.DMA: lambda g, c: dma.FORWARD[type(c)](g, c),
+    choose.DECOMPOSED: lambda g, c: decomposed.FORWARD[type(c)](g, c),
+}
