@@ -349,7 +349,8 @@ def test_a_plan_that_has_no_gate(device: Device, heaps: list[Heap]) -> None:
         device.disarm(device._streams)
 
 
-def test_imported_signals(device: Device, heaps: list[Heap]) -> None:
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+def test_imported_signals(device: Device, heaps: list[Heap], on_device: bool) -> None:
     a = Assembly("released", 2)
     src, dst = a.buffer("input", Role.INPUT, [64, -2]), a.buffer("output", Role.OUTPUT, [-2, 64])
     flag = a.signal("flag", 0, SignalKind.IMPORTED)
@@ -358,8 +359,9 @@ def test_imported_signals(device: Device, heaps: list[Heap]) -> None:
     moved = Moved(heaps, 4096)
     moved.dst.zero_()
     given = {(0, "input"): moved.src[:64], (1, "output"): moved.dst[:64]}
-    with LocalRunner(device, a.plan(), host_ranks=HOST, timeout_s=0.3) as runner:
+    with LocalRunner(device, a.plan(), host_ranks=HOST, timeout_s=0.3, words_on_device=on_device) as runner:
         run = runner.submit(given)
+        assert device.driver.memory_at(run.signal_address("flag")[0]).kind is (Kind.DEVICE if on_device else Kind.PINNED)
         for k in range(4):
             assert not moved.dst[16 * k : 64].any()
             run.raise_signal("flag", k + 1)

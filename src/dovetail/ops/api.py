@@ -57,20 +57,16 @@ def gemm_all_to_all(
     """
     if torch.compiler.is_compiling():
         return _ops.gemm_all_to_all(x, w, output_splits, input_splits, name_of(group), transport)  # type: ignore[no-any-return]
-    receive, send = _numbers(output_splits), _numbers(input_splits)
     ranks = named(name_of(group))
 
     def make(n: int) -> calls.GemmAllToAll:
-        return calls.gemm_all_to_all(x, w, receive, send, n)
+        return calls.gemm_all_to_all(x, w, output_splits, input_splits, n)
 
     if _traced(x, w):
-        run.checked(ranks, make, transport)
-        return _ops.gemm_all_to_all(x, w, receive, send, name_of(group), transport)  # type: ignore[no-any-return]
+        call, _ = run.checked(ranks, make, transport)
+        splits = (None, None) if call.even else (list(call.receive), list(call.send))
+        return _ops.gemm_all_to_all(x, w, *splits, name_of(group), transport)  # type: ignore[no-any-return]
     return run.run(ranks, make, transport)
-
-
-def _numbers(splits: Any) -> Any:
-    return splits.tolist() if isinstance(splits, torch.Tensor) else splits
 
 
 def gemv_all_reduce(x: torch.Tensor, w: torch.Tensor, *, group: Any = None, transport: str = AUTO) -> torch.Tensor:
@@ -144,11 +140,12 @@ def embedding_all_to_all(
     Returns:
         [batch / world, num_tables, dim], tables in the order of ranks.
     """
-    tables, moments = list(weights), list(state)
+    tables, moments = _listed(weights), _listed(state)
 
     def make(n: int) -> calls.EmbeddingAllToAll:
+        call = calls.embedding_all_to_all(tables, values, offsets, lengths, None, mode, per_sample_weights, n)
         _optimizer(optimizer, moments, tables)
-        return calls.embedding_all_to_all(tables, values, offsets, lengths, None, mode, per_sample_weights, n)
+        return call
 
     if torch.compiler.is_compiling():
         if offsets is None:
@@ -156,7 +153,7 @@ def embedding_all_to_all(
             offsets = torch.nn.functional.pad(lengths.to(torch.int64).cumsum(0), (1, 0))
     else:
         ranks = named(name_of(group))
-        if not _traced(*tables, per_sample_weights):
+        if not _traced(*(tables if isinstance(tables, list) else ()), per_sample_weights):
             found = run.run(ranks, make, transport)
             if num_tables >= 0 and found.shape[1] != num_tables:
                 raise ValueError(f"num_tables is {num_tables}, the ranks have {found.shape[1]} tables together")
@@ -169,7 +166,14 @@ def embedding_all_to_all(
     )  # fmt: skip
 
 
-def _optimizer(name: str, state: Sequence[torch.Tensor], tables: Sequence[torch.Tensor]) -> None:
+def _listed(tensors: Any) -> Any:
+    """As a list; what can't be one is left to the checks, which tell the other ranks."""
+    return tensors if tensors is None or isinstance(tensors, (torch.Tensor, int, float)) else list(tensors)
+
+
+def _optimizer(name: str, state: Any, tables: Sequence[torch.Tensor]) -> None:
+    if not isinstance(state, list) or not all(isinstance(s, torch.Tensor) for s in state):
+        raise TypeError(f"state is a list of tensors, not {state!r:.80}")
     if name not in ("", SGD, ADAGRAD):
         raise ValueError(f"optimizer is '', {SGD!r} or {ADAGRAD!r}, not {name!r}")
     wanted = len(tables) if name == ADAGRAD else 0

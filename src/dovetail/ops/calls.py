@@ -33,6 +33,11 @@ class Call:
         raise NotImplementedError
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of what is computed."""
+        raise NotImplementedError
+
+    @property
     def text(self) -> str:
         """The call in words, without what may differ between ranks."""
         raise NotImplementedError
@@ -139,7 +144,10 @@ class EmbeddingAllToAll(Call):
     per_sample_weights: torch.Tensor | None
     world: int
     dim: int
-    dtype: torch.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weights[0].dtype
 
     @property
     def device(self) -> torch.device:
@@ -246,7 +254,7 @@ def embedding_all_to_all(
     extra = [] if per_sample_weights is None else [per_sample_weights]
     arguments.one_device([*tables, values, offsets, *extra])
     call = EmbeddingAllToAll(
-        tables, values, offsets, batch, mode, per_sample_weights, world, int(tables[0].shape[1]), tables[0].dtype
+        tables, values, offsets, batch, mode, per_sample_weights, world, int(tables[0].shape[1])
     )
     if values.is_cpu:
         _in_range(call)

@@ -1,14 +1,16 @@
 """Which transport `auto` takes, and why. In force is what rank 0 has: profile, forced transport, `DOVETAIL_DISABLE`.
 
 The section "fused" of a profile is a table by backend, operator and number of ranks; each entry is a list of rows
-``[operations, bytes, {transport: time_us}]``, one per measured shape. A call takes what was fastest at the
-nearest of them.
+``[operations, bytes, {transport: time_us}, dtype]``, one per measured shape; the dtype may be missing. A call takes
+what gained most over unfused at the shapes near it.
 """
 
 from __future__ import annotations
 
 import math
 from typing import Any, NamedTuple
+
+import torch
 
 from dovetail.coll.choose import settings
 from dovetail.errors import NotSupported
@@ -18,7 +20,19 @@ from dovetail.ops import calls
 UNFUSED, DECOMPOSED, STORE, DMA = "unfused", "decomposed", "store", "dma"
 AUTO = "auto"
 NAMES = (UNFUSED, DECOMPOSED, STORE, DMA)
+#: A transport is taken where it gains so much over unfused on the mean of shapes nearby, and has at least this share
+#: of its speed at each of them.
+_LEAST_GAIN, _LEAST_SHARE = 1.03, 0.95
+_NEAR = 0.25  # weight of a shape nearby
+_MOST_KNOWN = 4096
 
+OPERATORS = (
+    calls.EmbeddingAllToAll.op,
+    calls.GemvAllReduce.op,
+    calls.GemmAllToAll.op,
+    calls.AllGatherMatmul.op,
+    calls.MatmulReduceScatter.op,
+)
 #: What there is, by backend and operator.
 TRANSPORTS: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": {
@@ -28,6 +42,8 @@ TRANSPORTS: dict[str, dict[str, tuple[str, ...]]] = {
         calls.AllGatherMatmul.op: (UNFUSED, DECOMPOSED, STORE),
         calls.MatmulReduceScatter.op: (UNFUSED, DECOMPOSED, STORE, DMA),
     },
+    "cuda": dict.fromkeys(OPERATORS, (UNFUSED, STORE)),
+    "hip": dict.fromkeys(OPERATORS, (UNFUSED, STORE)),
 }
 
 
@@ -41,8 +57,23 @@ class Choice(NamedTuple):
 def transport_for(group: Group, call: calls.Call, requested: str, backend: str) -> Choice:
     """What a call runs. Raises `ValueError` or `NotSupported` for a transport that it can't have."""
     has = TRANSPORTS.get(backend, {}).get(call.op, (UNFUSED,))
+    if backend != "cpu" and call.dtype is torch.float64:
+        has = (UNFUSED,)  # no kernel of ours multiplies it
     if requested != AUTO:
         return Choice(_known(requested, call.op, has, backend, group), "asked for")
+    made = getattr(group, "ops", None)
+    known = {} if made is None else made.known  # what is in force does not change while a group lives
+    key = AUTO, call.op, call.load, call.dtype, backend
+    choice: Choice | None = known.get(key)
+    if choice is None:
+        choice = _chosen(group, call, has, backend)
+        if len(known) < _MOST_KNOWN:
+            known[key] = choice
+    return choice
+
+
+def _chosen(group: Group, call: calls.Call, has: tuple[str, ...], backend: str) -> Choice:
+    """What `auto` takes."""
     if not group.world.local:
         return Choice(UNFUSED, "the group spans hosts: fused operators are for ranks of one host")
     told = settings(group)
@@ -54,6 +85,8 @@ def transport_for(group: Group, call: calls.Call, requested: str, backend: str) 
     if len(has) == 1:
         return Choice(UNFUSED, f"{backend} has no other transport for {call.op}")
     table = told.get("fused", {}).get(backend, {}).get(call.op, {})
+    if not table and backend != "cpu":
+        return Choice(UNFUSED, "not measured on this GPU (`dovetail tune --only fused`)")
     return from_table(table, call, group.size, has)
 
 
@@ -68,19 +101,31 @@ def _known(name: str, op: str, has: tuple[str, ...], backend: str, group: Group)
 
 
 def from_table(table: dict[str, Any], call: calls.Call, ranks: int, has: tuple[str, ...]) -> Choice:
-    """The fastest at the nearest measured shape, by operations and bytes; without figures the cores' stores."""
+    """The transport with the largest gain over unfused near the call, by what was measured; without figures the cores'
+    stores. A gain within what two runs of the same thing differ by is none."""
     if not table:
         return Choice(STORE if STORE in has else UNFUSED, "not measured here (`dovetail tune --only fused`)")
     measured = min((int(n) for n in table), key=lambda n: (abs(n - ranks), n))
-    operations, size = call.load
-    rows = table[str(measured)]
+    return _picked(table[str(measured)], call.load, str(call.dtype).removeprefix("torch."), has, measured)
 
-    def far(row: list[Any]) -> float:
-        return abs(math.log2((row[0] + 1) / (operations + 1))) + abs(math.log2((row[1] + 1) / (size + 1)))
 
-    row = min(rows, key=far)
-    times = {name: t for name, t in row[2].items() if name in has}
-    best = min(times, key=lambda name: times[name])
-    plain = times.get(UNFUSED, math.inf)
-    text = f"measured {times[best]:.0f} us, unfused {plain:.0f}, at {row[1]} bytes and {measured} ranks"
-    return Choice(best, text)
+def _picked(given: list[list[Any]], load: tuple[int, int], dtype: str, has: tuple[str, ...], ranks: int) -> Choice:
+    """Gains are averaged over the rows of the dtype (of any, if there are none of it), the nearest counting most: a row
+    that is farther off than the nearest by a factor of two in operations or bytes counts a quarter. What lost at one
+    of those is not taken: a load does not tell all, such as the length of bags."""
+    rows = [row for row in given if UNFUSED in row[2]]
+    rows = [row for row in rows if dtype in row[3:]] or rows
+    operations, size = load
+    far = [abs(math.log2((row[0] + 1) / (operations + 1))) + abs(math.log2((row[1] + 1) / (size + 1))) for row in rows]
+    gains: dict[str, float] = {}
+    for name in has:
+        mine = [
+            (math.log(row[2][UNFUSED] / row[2][name]), 4.0 ** (min(far) - d))
+            for row, d in zip(rows, far, strict=True) if name in row[2]
+        ]  # fmt: skip
+        if mine and all(gain >= math.log(_LEAST_SHARE) for gain, weight in mine if weight >= _NEAR):
+            gains[name] = math.exp(sum(gain * weight for gain, weight in mine) / sum(weight for _, weight in mine))
+    best = max(gains, key=lambda name: gains[name], default=UNFUSED)
+    if best == UNFUSED or gains[best] < _LEAST_GAIN:
+        return Choice(UNFUSED, f"nothing else was clearly faster near {size} bytes with {ranks} ranks")
+    return Choice(best, f"measured near {size} bytes with {ranks} ranks: {gains[best]:.2f} times as fast as unfused")

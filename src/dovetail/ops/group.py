@@ -21,7 +21,6 @@ _TEXT_BYTES = 184
 #: Words of a slot that a transport may use: heap offsets of its memory, numbers of tables.
 NUM_WORDS = 4
 _CALL, _REFUSED = 1, 2
-_ERRORS = (ValueError, TypeError, IndexError, NotSupported)
 
 T = TypeVar("T")
 
@@ -44,7 +43,9 @@ class OpsGroup:
         """What `make` returns. If it refuses its arguments, the other ranks are told, and it is raised here."""
         try:
             return make()
-        except _ERRORS as error:
+        except Exception as error:
+            if self.group.broken is not None:
+                raise
             text = f"{type(error).__name__}: {error}".encode()[:_TEXT_BYTES]
             self._meeting.exchange(self._head.pack(_REFUSED, text))
             raise
@@ -114,6 +115,8 @@ class OpsGroup:
         if self.group.broken is None:
             known = error if isinstance(error, DovetailError) else DovetailError(f"an operator failed: {error!r}")
             self._meeting.fail(known)
+            if self.group.native is not None:
+                self.group.native.break_all(self.group.rank)  # who waits in a collective of the call
 
     def scratch(self, name: str, size_bytes: int) -> Any:
         """Memory of this rank that peers reach, at least this large, kept for the next call. Peers use it between

@@ -14,10 +14,12 @@ import torch
 
 from dovetail.coll.arguments import backend_of, usable
 from dovetail.coll.registry import registry
+from dovetail.errors import MismatchError
 from dovetail.hw.world import Group
 from dovetail.ops import calls, choose, unfused
 from dovetail.ops.choose import Choice
 from dovetail.ops.cpu import decomposed, dma, store
+from dovetail.ops.gpu import transport as transport_on_gpu
 from dovetail.ops.group import ops_group
 
 log = logging.getLogger("dovetail")
@@ -31,6 +33,8 @@ def checked(group: Group, make: Callable[[int], C], transport: str = choose.AUTO
 
     def both() -> tuple[C, Choice]:
         call = make(group.size)
+        if call.device.type != "cpu" and group.world.local:
+            transport_on_gpu.check(ops_group(group), call.device)
         return call, choose.transport_for(group, call, transport, backend_of_call(call))
 
     usable(group)
@@ -44,9 +48,17 @@ def run(group: Group, make: Callable[[int], C], transport: str = choose.AUTO) ->
     if (call.op, choice.transport) not in _said:
         _said.add((call.op, choice.transport))
         log.info("rank %d: %s runs %s (%s)", group.rank, call.text, *choice)
-    if choice.transport == choose.UNFUSED:
-        return unfused.run(group, call)
-    return _CPU[choice.transport](ops_group(group), call)
+    try:
+        if choice.transport == choose.UNFUSED:
+            return unfused.run(group, call)
+        by = _CPU if call.device.type == "cpu" else _GPU
+        return by[choice.transport](ops_group(group), call)
+    except MismatchError:
+        raise  # all ranks have it, and nothing was moved
+    except BaseException as error:
+        if group.ops is not None:
+            group.ops.fail(error)  # others would wait for this rank
+        raise
 
 
 def backend_of_call(call: calls.Call) -> str:
@@ -54,6 +66,9 @@ def backend_of_call(call: calls.Call) -> str:
     return backend_of(torch.empty(0, device=call.device)) if call.device.type != "cpu" else "cpu"
 
 
+_GPU: dict[str, Callable[[Any, Any], torch.Tensor]] = {
+    choose.STORE: lambda g, c: transport_on_gpu.STORE[type(c)](g, c),
+}
 _CPU: dict[str, Callable[[Any, Any], torch.Tensor]] = {
     choose.STORE: lambda g, c: store.FORWARD[type(c)](g, c),
     choose.DMA: lambda g, c: dma.FORWARD[type(c)](g, c),

@@ -127,7 +127,8 @@ class Heap:
         with self._lock:
             if self._closed:
                 raise HardwareError(f"the heap of {self.device.name} is closed")
-            self._collect()
+            if not self.device.driver.stream_capturing(tensors.current_stream(self.device.index)):
+                self._collect()  # a capture would end if a driver were asked for an event
             for segment in self.segments:
                 if (address := self._take(segment, size)) is not None:
                     return address

@@ -24,7 +24,7 @@ from dovetail.hw.gpu.graph import GraphRun
 from dovetail.hw.gpu.heap import Heap
 from dovetail.hw.gpu.program import MOST_GATED_STREAMS, LaneOf, compile_plan
 from dovetail.hw.gpu.ticket import GpuTicket
-from dovetail.hw.gpu.words import WordTable
+from dovetail.hw.gpu.words import DeviceWords, WordTable
 from dovetail.plan import passes
 from dovetail.plan import step as st
 from dovetail.plan.check import check
@@ -34,14 +34,19 @@ Buffers = Mapping[tuple[int, str], Any]
 
 
 def by_direction(host_ranks: frozenset[int], most_streams: int) -> LaneOf:
-    """A stream per direction: what goes to the GPU beside what comes from it, each link direction at full speed."""
+    """A stream per direction: what goes to the GPU beside what comes from it, each link direction at full speed.
+
+    With more streams, the queues of a direction are spread over several: those of engines 0 and 1 on the first of
+    each direction, 2 and 3 on the second, and so on.
+    """
 
     def lane(queue: Queue) -> int:
         moves = queue.steps[st.among(queue.steps["op"], st.MOVES)]
         if most_streams == 1 or not len(moves):
             return 0
         from_host = np.isin(moves["src_rank"], list(host_ranks))
-        return int((moves["length"] * np.where(from_host, 1, -1)).sum() > 0)
+        direction = int((moves["length"] * np.where(from_host, 1, -1)).sum() > 0)
+        return direction + 2 * (queue.engine // 2 % (most_streams // 2))
 
     return lane
 
@@ -60,11 +65,13 @@ class LocalRunner:
         entries_per_call: int = ENTRIES_PER_CALL,
         cores: int = 0,
         streams: Sequence[int] | None = None,
+        words_on_device: bool = False,
     ) -> None:
         """A plan, to be bound to buffers.
 
         Args:
             cores: copies are done by a kernel of so many programs; 0: by engines.
+            words_on_device: imported signals are words in the GPU's memory, for a kernel that raises them.
             streams: the caller's, to run in; by default the device's own.
         """
         if not 1 <= most_streams <= MOST_GATED_STREAMS:
@@ -79,13 +86,13 @@ class LocalRunner:
         lanes = by_direction(host_ranks, most_streams)
         program = compile_plan(plan, range(plan.world), device.caps, most_streams=most_streams, lane_of=lanes)
         self.program = program
-        words = WordTable.of_one_process(device, program.plan)
+        self._words = (DeviceWords if words_on_device else WordTable).of_one_process(device, program.plan)
         self._heaps = [Heap(device, "device"), Heap(device, "host")]
         self._scratch = self._make_scratch(program.plan, host_ranks)
         self._names = {b.name: n for n, b in enumerate(program.plan.buffers)}
         limit_s = env.timeout_s() if timeout_s is None else timeout_s
         self._execution = Execution(
-            device, program, words, timeout_s=limit_s, entries_per_call=entries_per_call, streams=streams,
+            device, program, self._words, timeout_s=limit_s, entries_per_call=entries_per_call, streams=streams,
             copier=copier(device.driver, cores) if cores else None,
         )  # fmt: skip
 
@@ -166,6 +173,8 @@ class LocalRunner:
     def close(self) -> None:
         """Waits for the last run and gives everything back. Safe to call twice."""
         self._execution.close()
+        if isinstance(self._words, DeviceWords):
+            self._words.close()
         for heap in self._heaps:
             heap.close()
 

@@ -16,7 +16,7 @@ import torch
 from dovetail.hw.cpu.executor import PlanRunner
 from dovetail.ops import calls
 from dovetail.ops.cpu import pooling
-from dovetail.ops.cpu.store import add_up, remote_first
+from dovetail.ops.cpu.store import Order, add_up, remote_first
 from dovetail.ops.group import NUM_WORDS, OpsGroup
 from dovetail.plan import passes
 from dovetail.plan.build.sliced import Flags, Own, Slice, sliced_all_to_all
@@ -45,9 +45,9 @@ class _Bound:
     parts: list[_Part]
 
 
-def _cut(rows: int, row_bytes: int) -> list[int]:
-    """Row numbers at which a piece is cut."""
-    number = max(1, min(_MOST_SLICES, rows * row_bytes // _LEAST_BYTES))
+def _cut(rows: int, row_bytes: int, slices: int | None) -> list[int]:
+    """Row numbers at which a piece is cut: into `slices`, or as its size suggests."""
+    number = min(slices, max(rows, 1)) if slices else max(1, min(_MOST_SLICES, rows * row_bytes // _LEAST_BYTES))
     return [rows * k // number for k in range(number + 1)]
 
 
@@ -59,6 +59,8 @@ def _bind(
     row_bytes: int | Sequence[int],
     place: Callable[[int, int], tuple[int, int]],
     output_bytes: Sequence[int],
+    order: Order,
+    slices: int | None,
 ) -> _Bound:
     """The plan of a pattern of splits, and this rank's parts in the order in which they are computed.
 
@@ -67,21 +69,24 @@ def _bind(
         first_row: of a source's y, the row at which a destination's piece begins.
         row_bytes: of y, one number or one for each source.
         place: of (source, destination), the byte of the output at which the piece begins, and the pitch of its rows.
+        order: of the destinations.
+        slices: of a destination's piece; None: as its size suggests.
     """
+    key = (*key, order, slices)
     if (found := g.known.get(key)) is not None:
         return found  # type: ignore[no-any-return]
     size = g.group.size
     widths = [row_bytes] * size if isinstance(row_bytes, int) else list(row_bytes)
-    slices, parts = [], []
+    pieces, parts = [], []
     for i in range(size):
-        for d in remote_first(i, size):
-            cuts = _cut(send[i][d], widths[i])
+        for d in order(i, size):
+            cuts = _cut(send[i][d], widths[i], slices)
             begin, pitch = place(i, d)
             for value, (a, b) in enumerate(itertools.pairwise(cuts), 1):
                 if a == b:
                     continue
                 row = first_row(i, d) + a
-                slices.append(
+                pieces.append(
                     Slice(
                         source=i, destination=d, source_offset=row * widths[i], destination_offset=begin + a * pitch,
                         row_bytes=widths[i], rows=b - a, destination_pitch=pitch,
@@ -91,7 +96,7 @@ def _bind(
                     parts.append(_Part(d, row, b - a, a, f"slices {i}->{d}", value))
     y_bytes = [sum(send[i]) * widths[i] for i in range(size)]
     plan = sliced_all_to_all(
-        size, slices, y_bytes=y_bytes, output_bytes=output_bytes, flags=Flags.DESTINATION, own=Own.PLACED
+        size, pieces, y_bytes=y_bytes, output_bytes=output_bytes, flags=Flags.DESTINATION, own=Own.PLACED
     )
     made = _Bound(PlanRunner(g.group, passes.entry(plan)), parts)
     kept = [k for k in g.known if isinstance(k, tuple) and k[0] == "dma"]
@@ -115,7 +120,9 @@ def _run(bound: _Bound, tensors: dict[str, torch.Tensor], compute: Callable[[_Pa
     ticket.wait()
 
 
-def gemm_all_to_all(g: OpsGroup, c: calls.GemmAllToAll) -> torch.Tensor:
+def gemm_all_to_all(
+    g: OpsGroup, c: calls.GemmAllToAll, *, order: Order = remote_first, slices: int | None = None
+) -> torch.Tensor:
     """Rows of a destination slice by slice; its own rows straight into the output."""
     size, n, item = g.group.size, c.n, c.dtype.itemsize
     rank = g.group.rank
@@ -128,7 +135,7 @@ def gemm_all_to_all(g: OpsGroup, c: calls.GemmAllToAll) -> torch.Tensor:
 
     outputs = [sum(r) * n * item for r in receive]
     key = ("dma", c.op, n, c.dtype, tuple(send))
-    bound = _bind(g, key, send, lambda i, d: sum(send[i][:d]), n * item, place, outputs)
+    bound = _bind(g, key, send, lambda i, d: sum(send[i][:d]), n * item, place, outputs, order, slices)
     y = torch.empty((c.rows, n), dtype=c.dtype)
     out = g.blocks.empty((sum(c.receive), n), c.dtype)
     base = sum(c.receive[:rank])
@@ -143,7 +150,9 @@ def gemm_all_to_all(g: OpsGroup, c: calls.GemmAllToAll) -> torch.Tensor:
     return out
 
 
-def matmul_reduce_scatter(g: OpsGroup, c: calls.MatmulReduceScatter) -> torch.Tensor:
+def matmul_reduce_scatter(
+    g: OpsGroup, c: calls.MatmulReduceScatter, *, order: Order = remote_first, slices: int | None = None
+) -> torch.Tensor:
     """Partial rows go to their owner slice by slice; it adds them up in the order of ranks."""
     size, rank, n, item = g.group.size, g.group.rank, c.n, c.dtype.itemsize
     m = c.rows // size
@@ -152,8 +161,9 @@ def matmul_reduce_scatter(g: OpsGroup, c: calls.MatmulReduceScatter) -> torch.Te
     send = [(m,) * size] * size
     key = ("dma", c.op, m, n, c.dtype)
     bound = _bind(
-        g, key, send, lambda i, d: d * m, n * item, lambda i, d: (i * part_bytes, n * item), [part_bytes * size] * size
-    )
+        g, key, send, lambda i, d: d * m, n * item, lambda i, d: (i * part_bytes, n * item), [part_bytes * size] * size,
+        order, slices,
+    )  # fmt: skip
     y = torch.empty((c.rows, n), dtype=c.dtype)
     stage = g.scratch("partial", part_bytes * size)[: part_bytes * size].view(c.dtype).view(size, m, n)
 
@@ -168,7 +178,9 @@ def matmul_reduce_scatter(g: OpsGroup, c: calls.MatmulReduceScatter) -> torch.Te
     return out
 
 
-def embedding_all_to_all(g: OpsGroup, c: calls.EmbeddingAllToAll) -> torch.Tensor:
+def embedding_all_to_all(
+    g: OpsGroup, c: calls.EmbeddingAllToAll, *, order: Order = remote_first, slices: int | None = None
+) -> torch.Tensor:
     """Samples of a destination slice by slice; a sample's tables are one row of a strided copy."""
     size, rank, item = g.group.size, g.group.rank, c.dtype.itemsize
     local, tables = c.batch // size, len(c.weights)
@@ -182,8 +194,9 @@ def embedding_all_to_all(g: OpsGroup, c: calls.EmbeddingAllToAll) -> torch.Tenso
     send = [(local,) * size] * size
     key = ("dma", c.op, tuple(every), local, c.dim, c.dtype)
     bound = _bind(
-        g, key, send, lambda i, d: d * local, [t * c.dim * item for t in every], place, [local * wide] * size
-    )
+        g, key, send, lambda i, d: d * local, [t * c.dim * item for t in every], place, [local * wide] * size, order,
+        slices,
+    )  # fmt: skip
     y = torch.empty((c.batch, tables, c.dim), dtype=c.dtype)
     out = g.blocks.empty((local, total, c.dim), c.dtype)
     first = sum(every[:rank])
@@ -197,7 +210,7 @@ def embedding_all_to_all(g: OpsGroup, c: calls.EmbeddingAllToAll) -> torch.Tenso
     return out
 
 
-FORWARD: dict[type[calls.Call], Callable[[OpsGroup, Any], torch.Tensor]] = {
+FORWARD: dict[type[calls.Call], Callable[..., torch.Tensor]] = {
     calls.GemmAllToAll: gemm_all_to_all,
     calls.MatmulReduceScatter: matmul_reduce_scatter,
     calls.EmbeddingAllToAll: embedding_all_to_all,

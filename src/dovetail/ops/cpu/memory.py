@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import sys
 from collections import OrderedDict
 from typing import Any
 
@@ -68,7 +69,7 @@ class Blocks:
                 return
             free = [b for b in blocks if b.is_free]
             self._bytes -= size * len(free)
-            self._blocks[size] = [b for b in blocks if b not in free]
+            blocks[:] = [b for b in blocks if b not in free]
 
     def offset(self, t: torch.Tensor) -> int:
         """Where a tensor is on this rank's heap; -1 if it is not."""
@@ -79,15 +80,18 @@ class Blocks:
 class _Block:
     """Memory, and how many users of it torch counts when nobody but this object has it."""
 
-    __slots__ = ("_alone", "_number", "_tensor", "storage")
+    __slots__ = ("_alone", "_number", "_references", "_tensor", "storage")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor, self.storage = tensor, tensor.untyped_storage()
         self._number = self.storage._cdata
         self._alone = torch._C._storage_Use_Count(self._number)
+        self._references = sys.getrefcount(self.storage)  # a storage is one Python object, whoever asks for it
 
     @property
     def is_free(self) -> bool:
+        if sys.getrefcount(self.storage) != self._references:
+            return False
         return bool(torch._C._storage_Use_Count(self._number) == self._alone)
 
 

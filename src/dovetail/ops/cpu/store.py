@@ -32,7 +32,15 @@ def remote_first(rank: int, size: int) -> list[int]:
     return [(rank + 1 + k) % size for k in range(size)]
 
 
-def gemm_all_to_all(g: OpsGroup, c: calls.GemmAllToAll) -> torch.Tensor:
+def local_first(rank: int, size: int) -> list[int]:
+    """Itself, then the ranks after it: what `remote_first` is compared with."""
+    return [(rank + k) % size for k in range(size)]
+
+
+Order = Callable[[int, int], list[int]]
+
+
+def gemm_all_to_all(g: OpsGroup, c: calls.GemmAllToAll, *, order: Order = remote_first) -> torch.Tensor:
     """Each destination's rows, written where they end."""
     rank, size, n = g.group.rank, g.group.size, c.n
     out = g.blocks.empty((sum(c.receive), n), c.dtype)
@@ -42,7 +50,7 @@ def gemm_all_to_all(g: OpsGroup, c: calls.GemmAllToAll) -> torch.Tensor:
     if size > 1 and c.rows < _FEW_ROWS * size and c.rows:
         whole = torch.mm(c.x, c.w.t())
     with _unfinished(g, out):
-        for d in remote_first(rank, size):
+        for d in order(rank, size):
             if not c.send[d]:
                 continue
             receive = slots[d][NUM_WORDS + size :]
@@ -57,7 +65,7 @@ def gemm_all_to_all(g: OpsGroup, c: calls.GemmAllToAll) -> torch.Tensor:
     return out
 
 
-def all_gather_matmul(g: OpsGroup, c: calls.AllGatherMatmul) -> torch.Tensor:
+def all_gather_matmul(g: OpsGroup, c: calls.AllGatherMatmul, *, order: Order = local_first) -> torch.Tensor:
     """Peers' rows are read where they are; its own come first, while late ranks arrive."""
     rank, size, m = g.group.rank, g.group.size, c.rows
     offset = g.blocks.offset(c.x)
@@ -71,13 +79,13 @@ def all_gather_matmul(g: OpsGroup, c: calls.AllGatherMatmul) -> torch.Tensor:
         out = torch.mm(torch.cat(rows), c.w.t())
     else:
         out = torch.empty((size * m, c.n), dtype=c.dtype)
-        for s in [rank, *remote_first(rank, size)[:-1]]:
+        for s in order(rank, size):
             torch.mm(rows[s], c.w.t(), out=out[s * m : (s + 1) * m])
     g.barrier()  # everybody has read x
     return out
 
 
-def matmul_reduce_scatter(g: OpsGroup, c: calls.MatmulReduceScatter) -> torch.Tensor:
+def matmul_reduce_scatter(g: OpsGroup, c: calls.MatmulReduceScatter, *, order: Order = remote_first) -> torch.Tensor:
     """Partial rows go to their owner, which adds them up in the order of ranks."""
     rank, size = g.group.rank, g.group.size
     m, n = c.rows // size, c.n
@@ -86,7 +94,7 @@ def matmul_reduce_scatter(g: OpsGroup, c: calls.MatmulReduceScatter) -> torch.Te
     slots = g.agree(c.text, (g.blocks.offset(stage),))
     whole = torch.mm(c.x, c.w.t()) if size > 1 and m < _FEW_ROWS else None
     with _unfinished(g, stage):
-        for d in remote_first(rank, size) if part else ():
+        for d in order(rank, size) if part else ():
             there = g.at(d, slots[d][0] + rank * part, (m, n), c.dtype)
             if whole is not None:
                 there.copy_(whole[d * m : (d + 1) * m])
@@ -98,7 +106,7 @@ def matmul_reduce_scatter(g: OpsGroup, c: calls.MatmulReduceScatter) -> torch.Te
     return out
 
 
-def gemv_all_reduce(g: OpsGroup, c: calls.GemvAllReduce) -> torch.Tensor:
+def gemv_all_reduce(g: OpsGroup, c: calls.GemvAllReduce, *, order: Order = remote_first) -> torch.Tensor:
     """Each rank owns some columns: it gets everybody's partial ones, adds them up in the order of ranks, and writes
     the sum into every rank's output. A small result is added up by every rank; the bits are the same."""
     rank, size = g.group.rank, g.group.size
@@ -111,13 +119,13 @@ def gemv_all_reduce(g: OpsGroup, c: calls.GemvAllReduce) -> torch.Tensor:
     out = g.blocks.empty((m, n), c.dtype)
     slots = g.agree(c.text, (g.blocks.offset(stage), g.blocks.offset(out)))
     with _unfinished(g, stage, out):
-        for d in remote_first(rank, size):
+        for d in order(rank, size):
             there = g.at(d, slots[d][0] + rank * wide, (m, cuts[d + 1] - cuts[d]), c.dtype)
             torch.mm(c.x, c.w[cuts[d] : cuts[d + 1]].t(), out=there)
         g.barrier()
         mine = torch.empty((m, cuts[rank + 1] - cuts[rank]), dtype=c.dtype)
         add_up(mine, [stage.data_ptr() + s * wide for s in range(size)])
-        for d in remote_first(rank, size):
+        for d in order(rank, size):
             there = out if d == rank else g.at(d, slots[d][1], (m, n), c.dtype)
             there[:, cuts[rank] : cuts[rank + 1]].copy_(mine)
         g.barrier()
@@ -138,7 +146,7 @@ def _oneshot(g: OpsGroup, c: calls.GemvAllReduce) -> torch.Tensor:
     return out
 
 
-def embedding_all_to_all(g: OpsGroup, c: calls.EmbeddingAllToAll) -> torch.Tensor:
+def embedding_all_to_all(g: OpsGroup, c: calls.EmbeddingAllToAll, *, order: Order = remote_first) -> torch.Tensor:
     """Bags are pooled straight into the row of the sample's rank, slice by slice."""
     rank, size = g.group.rank, g.group.size
     local, tables = c.batch // size, len(c.weights)
@@ -152,7 +160,7 @@ def embedding_all_to_all(g: OpsGroup, c: calls.EmbeddingAllToAll) -> torch.Tenso
         out = g.blocks.empty((local, total, c.dim), c.dtype)
         slots = g.agree(c.text, (g.blocks.offset(out),))
     with _unfinished(g, out):
-        for d in remote_first(rank, size) if out.numel() else ():
+        for d in order(rank, size) if out.numel() else ():
             there = out if d == rank else g.at(d, slots[d][0], (local, total, c.dim), c.dtype)
             pooling.pool(c, d * local, (d + 1) * local, there[:, first : first + tables])
         g.barrier()
@@ -180,7 +188,7 @@ class _unfinished:  # noqa: N801 - used as a statement
             self._group.fail(error, *self._held)
 
 
-Forward = Callable[[OpsGroup, Any], torch.Tensor]
+Forward = Callable[..., torch.Tensor]
 FORWARD: dict[type[calls.Call], Forward] = {
     calls.GemmAllToAll: gemm_all_to_all,
     calls.GemvAllReduce: gemv_all_reduce,

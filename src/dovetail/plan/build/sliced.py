@@ -113,6 +113,7 @@ def sliced_all_to_all(
     done: Done | str = Done.PAIR,
     ready: Collection[int] = (),
     follows: Mapping[int, int] | None = None,
+    lanes: int = 1,
 ) -> Plan:
     """Moves `slices`, each when its flag is up.
 
@@ -127,24 +128,27 @@ def sliced_all_to_all(
         ready: ranks that have no computation.
         follows: {k: m}: slice k has no flag of its own: that of slice m says that both are there. So peers that are
             only memory can be in step with the rank that computes.
+        lanes: queues of a rank in each direction, which take its slices in turn: while one moves a slice, another
+            waits for the next flag.
 
     Raises:
         ValueError: a slice that can't be.
         PlanError: a rank has more than `MOST_SIGNALS` signals.
     """
-    return _Builder(world, slices, Flags(flags), Own(own), Done(done), frozenset(ready), dict(follows or {})).plan(
-        y_bytes, output_bytes
-    )
+    if lanes < 1:
+        raise ValueError(f"lanes is at least 1, not {lanes}")
+    made = _Builder(world, slices, Flags(flags), Own(own), Done(done), frozenset(ready), dict(follows or {}), lanes)
+    return made.plan(y_bytes, output_bytes)
 
 
 class _Builder:
     def __init__(
         self, world: int, slices: Sequence[Slice], flags: Flags, own: Own, done: Done, ready: frozenset[int],
-        follows: dict[int, int],
+        follows: dict[int, int], lanes: int,
     ) -> None:  # fmt: skip
         self.a = Assembly("all_to_all sliced", world)
         self.slices, self.flags, self.own, self.done = list(slices), flags, own, done
-        self.ready, self.follows = ready, follows
+        self.ready, self.follows, self.lanes = ready, follows, lanes
         for k, piece in enumerate(self.slices):
             _validate(k, piece, world)
         self.kept = [k for k, piece in enumerate(self.slices) if piece.size_bytes]
@@ -155,17 +159,19 @@ class _Builder:
     def plan(self, y_bytes: Sequence[int] | None, output_bytes: Sequence[int] | None) -> Plan:
         self._buffers(y_bytes, output_bytes)
         self._flags()
-        received = {r: self._queue_of(r, receives=True) for r in range(self.a.world)}
-        sent = {r: self._queue_of(r, receives=False) for r in range(self.a.world)}
-        for r in range(self.a.world):
-            self._own_left(r, sent[r])
+        ranks, lanes = range(self.a.world), range(self.lanes)
+        received = {r: [self._queue_of(r, lane, receives=True) for lane in lanes] for r in ranks}
+        sent = {r: [self._queue_of(r, lane, receives=False) for lane in lanes] for r in ranks}
+        for r in ranks:
+            self._own_left(r, sent[r][0])
             if self.done is Done.END:
-                self._tell_at_the_end(r, sent[r], received[r])
-        for r in range(self.a.world):
-            last = sent[r] if sent[r] or not received[r] else received[r]
+                self._tell_at_the_end(r, sent[r][0], [*sent[r][1:], *received[r]])
+        for r in ranks:
+            last = sent[r][0] if sent[r][0] or not received[r][0] else received[r][0]
             last += [st.wait(signal) for signal in self.told[r]]
-            self.a.queue(r, 0, *sent[r], name="send")
-            self.a.queue(r, 1, *received[r], name="receive")
+            for lane in lanes:
+                self.a.queue(r, 2 * lane, *sent[r][lane], name="send")
+                self.a.queue(r, 2 * lane + 1, *received[r][lane], name="receive")
         made = self.a.plan().replace(external=tuple(self.external))
         _fits(made)
         return made
@@ -224,15 +230,16 @@ class _Builder:
             side, buffer = ("destination", self.output) if placed else ("source", self.y)
             self.external += [External(write=region, before=word) for region in piece.regions(side, buffer)]
 
-    def _queue_of(self, rank: int, *, receives: bool) -> list[Rows]:
-        """The slices that a rank moves in one direction, each behind its flag."""
-        mine = [
+    def _queue_of(self, rank: int, lane: int, *, receives: bool) -> list[Rows]:
+        """The slices that a rank moves in one direction and on one lane, each behind its flag."""
+        every = [
             k
             for k in self.kept
             if self.slices[k].moved_by == rank
             and (self.slices[k].source != rank) == receives
             and not self._stays(self.slices[k])
         ]
+        mine = every[lane :: self.lanes]
         last = {(self.slices[k].source, self.slices[k].destination): k for k in mine}
         rows: list[Rows] = []
         reached: set[_Word] = set()
@@ -248,7 +255,8 @@ class _Builder:
             pair = piece.source, piece.destination
             if self.done is Done.PAIR and last[pair] == k and pair[0] != pair[1]:
                 other = piece.source if receives else piece.destination
-                rows.append(st.signal(self._told(f"done {pair[0]}->{pair[1]}", other)))
+                more = f" {lane}" if lane else ""
+                rows.append(st.signal(self._told(f"done {pair[0]}->{pair[1]}{more}", other)))
         return rows
 
     def _told(self, name: str, rank: int) -> int:
@@ -262,14 +270,21 @@ class _Builder:
         last = dict(self.words[k] for k in mine if k in self.words)  # of a counter, the value that it ends with
         rows += [st.wait(*word) for word in last.items()]
 
-    def _tell_at_the_end(self, rank: int, sent: list[Rows], received: list[Rows]) -> None:
+    def _tell_at_the_end(self, rank: int, sent: list[Rows], others_of_it: list[list[Rows]]) -> None:
         moved = [self.slices[k] for k in self.kept if self.slices[k].moved_by == rank]
         others = sorted({end for s in moved for end in (s.source, s.destination)} - {rank})
-        if received:
-            over = self.a.signal(f"received {rank}", rank)
-            received.append(st.signal(over))
-            sent.append(st.wait(over))
+        for n, queue in enumerate(others_of_it):
+            if any(_reaches_others(rows, rank) for rows in queue):
+                over = self.a.signal(f"over {rank}.{n}", rank)
+                queue.append(st.signal(over))
+                sent.append(st.wait(over))
         sent += [st.signal(self._told(f"done {rank}: {other}", other)) for other in others]
+
+
+def _reaches_others(rows: Rows, rank: int) -> bool:
+    """Do they move something from or to another rank?"""
+    away = (rows["src_rank"] != rank) | (rows["dst_rank"] != rank)
+    return bool((away & st.among(rows["op"], st.MOVES)).any())
 
 
 def _validate(k: int, piece: Slice, world: int) -> None:

@@ -1,0 +1,295 @@
+"""`dovetail bench fused` between ranks on a CPU: every way to run an operator with its collective, side by side.
+
+Owns the processes, the order of a measurement (checked, warmed, timed in balanced orders, checked again) and the rows.
+A round's time is that of its slowest rank, a contender's the median over rounds; ratios that are to tell small
+differences are medians over the rounds' own ratios.
+
+Ranks are bound to cores as a launcher would do it and have as many threads as cores; ranks beyond the cores share them.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+import dovetail
+from dovetail import env
+from dovetail.bench import cores, start
+from dovetail.bench.baselines import fbgemm
+from dovetail.bench.folder import Folder
+from dovetail.bench.fused import ablate
+from dovetail.bench.fused.cases import Case, LookupCase, Run, case_of
+from dovetail.bench.fused.grid import DTYPES, Shape, coarse, grid, quick
+from dovetail.bench.load import Others
+from dovetail.measure.interleave import interleave
+from dovetail.measure.stats import median
+from dovetail.ops import choose
+
+Row = dict[str, Any]
+Progress = Callable[[int, int, str], None]
+GLOO, COMPUTE, COMM, FBGEMM, FBGEMM_OURS = "gloo", "compute", "comm", "fbgemm+gloo", "fbgemm+ours"
+_POLL_S = 0.05
+_CHECKS = 2
+_WARM_UP = 2
+_FEWEST, _QUICK_FEWEST, _MOST = 9, 3, 201
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuSpec:
+    """A measurement."""
+
+    shapes: tuple[Shape, ...]
+    dtypes: tuple[str, ...] = DTYPES
+    ranks: int = 2
+    transports: tuple[str, ...] = ()
+    """Beside unfused; none: all that an operator has."""
+    rounds: int | None = None
+    """As many as fit into the time if not given."""
+    fewest: int = _FEWEST
+    seconds: float = 1.0
+    """For all contenders of a shape together; the fewest rounds may take longer."""
+    limit_s: float | None = None
+    """For everything: what has not begun by then is left out."""
+    baselines: bool = True
+    """Also gloo, FBGEMM, and the two sides alone."""
+    ablate: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.shapes or not self.dtypes:
+            raise ValueError("there must be a shape and a dtype to measure")
+        if not 2 <= self.ranks <= 64:
+            raise ValueError(f"--ranks: {self.ranks} must be 2 to 64")
+        if self.rounds is not None and self.rounds < 1:
+            raise ValueError(f"--iters: {self.rounds} must be at least 1")
+        for name in self.transports:
+            if name not in (choose.AUTO, *choose.NAMES):
+                raise ValueError(f"--transport: {name!r} is not known; there are {', '.join(choose.NAMES)}")
+
+    def contenders(self, op: str) -> list[str]:
+        """Ours, in the order in which they are shown."""
+        has = [name for name in choose.TRANSPORTS["cpu"][op] if not self.transports or name in self.transports]
+        return list(dict.fromkeys([choose.UNFUSED, *has, *([choose.AUTO] if self.baselines else [])]))
+
+
+def spec_of(ops: Sequence[str], *, short: bool, **more: Any) -> CpuSpec:
+    """The grid of some operators, or a miniature of it."""
+    if short:
+        return CpuSpec(shapes=quick(ops), seconds=0.1, fewest=_QUICK_FEWEST, **more)
+    return CpuSpec(shapes=grid(ops), **more)
+
+
+def tune_spec(ops: Sequence[str], ranks: int, budget_s: float) -> CpuSpec:
+    """What is measured for choices. About half of the time goes into arguments, checks and first calls."""
+    shapes = coarse(ops)
+    seconds = min(0.5, budget_s / 2 / len(shapes) / len(DTYPES))
+    return CpuSpec(
+        shapes=shapes, ranks=ranks, seconds=seconds, fewest=_QUICK_FEWEST, limit_s=budget_s, baselines=False
+    )  # fmt: skip
+
+
+class Measured(NamedTuple):
+    """What came of it."""
+
+    rows: list[Row]
+    notes: list[str]
+
+    @property
+    def correct(self) -> bool:
+        """Whether every result was right."""
+        return all(row["correct"] for row in self.rows)
+
+
+def measure(spec: CpuSpec, progress: Progress | None = None) -> Measured:
+    """Starts the ranks, follows them and brings back what they measured.
+
+    Raises:
+        DovetailError: a rank failed.
+    """
+    from dovetail.bench.load import BUSY_SHARE
+
+    others = Others()
+    with tempfile.TemporaryDirectory(prefix="dovetail-bench-") as name:
+        folder = Folder(Path(name))
+        start.make(folder.start, spec.ranks)
+        over = threading.Event()
+
+        def follow() -> None:
+            heard = 0
+            while not over.wait(_POLL_S):
+                if progress and len(reports := folder.progress()) > heard:
+                    heard = len(reports)
+                    progress(*reports[-1])
+
+        follower = threading.Thread(target=follow, name="dovetail-bench-progress", daemon=True)
+        follower.start()
+        try:
+            rows, notes = dovetail.launch(_rank, ranks=spec.ranks, args=(name, spec))[0]
+        finally:
+            over.set()
+            follower.join()
+    share = others.share()
+    for row in rows:
+        row["others_share"] = None if share is None else round(share, 3)
+    if share is not None and share >= BUSY_SHARE:
+        notes.append(f"the machine was busy: others took {share:.0%} of its cores' time; measure again")
+    return Measured(rows, notes)
+
+
+def _rank(name: str, spec: CpuSpec) -> tuple[list[Row], list[str]]:
+    """What a rank does; all return the same."""
+    began = time.monotonic()
+    group, folder = dovetail.init(), Folder(Path(name))
+    rank, ranks = group.rank, group.size
+    threads = _bind(rank, ranks)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    limit = timedelta(seconds=env.timeout_s())
+    store = FileStore(str(folder.store), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
+    line = start.StartLine(
+        folder.start, rank, ranks, share_cores=ranks > cores.usable(), timeout_s=env.timeout_s()
+    )  # fmt: skip
+    site = Site(spec, rank, ranks, threads, line)
+    cells = [(shape, dtype) for shape in spec.shapes for dtype in spec.dtypes]
+    rows: list[Row] = []
+    for done, (shape, dtype) in enumerate(cells):
+        if rank == 0:
+            folder.report(done, len(cells), f"{shape.op} {shape.name} {dtype}")
+        if spec.limit_s is not None and site.agree(time.monotonic() - began)[0] > spec.limit_s:
+            site.notes[f"out of time: {len(cells) - done} of {len(cells)} cases were not measured"] = None
+            break
+        rows += site.rows(shape, dtype)
+    line()
+    dist.destroy_process_group()
+    line.close()
+    return rows, list(site.notes)
+
+
+def _bind(rank: int, ranks: int) -> int:
+    """To this rank's share of the cores, one at least; returns how many threads it has for them."""
+    own = cores.physical()
+    each = max(1, min(len(own), cores.usable()) // ranks)
+    mine = [own[(rank * each + k) % len(own)] for k in range(each)]
+    os.sched_setaffinity(0, set().union(*mine))
+    torch.set_num_threads(each)
+    return each
+
+
+class Site:
+    """What a rank measures with."""
+
+    def __init__(self, spec: CpuSpec, rank: int, ranks: int, threads: int, line: Callable[[], None]) -> None:
+        self.spec, self.rank, self.ranks, self._threads, self._start = spec, rank, ranks, threads, line
+        self.notes: dict[str, None] = {}
+
+    def agree(self, value: Any) -> list[Any]:
+        """Everybody's."""
+        values: list[Any] = [None] * self.ranks
+        dist.all_gather_object(values, value)
+        return values
+
+    def rows(self, shape: Shape, dtype: str) -> list[Row]:
+        """One row of the contenders, and those of the ablations."""
+        case = case_of(shape, dtype, self.rank, self.ranks)
+        operations, size = case.made().load
+        row: Row = {
+            "row": "shape", "backend": "cpu", "op": shape.op, "shape": shape.name, "sizes": shape.sizes,
+            "uneven": shape.uneven, "dtype": dtype, "ranks": self.ranks, "threads": self._threads,
+            "operations": operations, "size_bytes": size,
+        }  # fmt: skip
+        found = self.timed(case, self._contenders(shape, case))
+        if self.spec.baselines:
+            row["auto"] = dict(zip(("transport", "reason"), case.explain(), strict=True))
+        more: list[Row] = []
+        if self.spec.ablate and dtype == self.spec.dtypes[0]:
+            base = {name: row[name] for name in ("backend", "op", "shape", "sizes", "dtype", "ranks", "threads")}
+            late_us = found["times_us"].get(choose.UNFUSED, 0.0)  # as long as an unfused call takes
+            for what, contenders in ablate.contenders(case, late_us, self.rank).items():
+                late = {"late_us": late_us} if what == ablate.SKEW else {}
+                more.append(base | {"row": what} | late | self.timed(case, contenders))
+        return [row | found, *more]
+
+    def _contenders(self, shape: Shape, case: Case) -> dict[str, Run]:
+        """By name; all ranks have the same."""
+        found: dict[str, Run] = {name: case.fused(name) for name in self.spec.contenders(shape.op)}
+        if not self.spec.baselines:
+            return found
+        found |= {GLOO: case.gloo(), COMPUTE: case.compute(), COMM: case.comm()}
+        if isinstance(case, LookupCase):
+            found |= self._fbgemm(case)
+        return found
+
+    def _fbgemm(self, case: LookupCase) -> dict[str, Run]:
+        problem = fbgemm.missing()
+        if problem is None:
+            try:
+                pooled = fbgemm.pooled(case.tables, case.values, case.offsets)
+                pooled()
+                return {FBGEMM: case.gloo(pooled), FBGEMM_OURS: case.ours(pooled)}
+            except (NotImplementedError, RuntimeError) as error:
+                problem = f"it can't pool {case.dtype}: {str(error).splitlines()[0]}"
+        self.notes[f"fbgemm left out: {problem}"] = None
+        return {}
+
+    def timed(self, case: Case, contenders: dict[str, Run]) -> Row:
+        """Checked, timed and checked again: medians, and rounds' ratios to unfused. A wrong one has no time."""
+        right = dict.fromkeys(contenders, True)
+        for iteration in range(_CHECKS):
+            self._check(case, contenders, right, iteration)
+        racing = {name: run for name, run in contenders.items() if right[name]}
+        rounds = self._rounds(racing)
+        times = self._slowest(racing, rounds) if racing else {}
+        self._check(case, racing, right, _CHECKS)
+        medians = {name: round(median(found) / 1e3, 3) for name, found in times.items() if right[name]}
+        plain = times.get(choose.UNFUSED)
+        speedups = {
+            name: round(median([u / t for u, t in zip(plain, found, strict=True)]), 4)
+            for name, found in times.items() if plain and right[name]
+        }  # fmt: skip
+        wrong = [name for name in contenders if not right[name]]
+        return {
+            "times_us": medians, "over_unfused": speedups, "rounds": rounds, "correct": not wrong, "wrong": wrong,
+        }  # fmt: skip
+
+    def _check(self, case: Case, contenders: dict[str, Run], right: dict[str, bool], iteration: int) -> None:
+        """On fresh data; who gives any rank a wrong result is out on all of them."""
+        case.fresh(iteration)
+        wanted = case.expected()
+        mine = {
+            name: name in (COMPUTE, COMM) or case.is_right(_run(run, self._start), wanted)
+            for name, run in contenders.items()
+        }
+        every = self.agree(mine)
+        for name in contenders:
+            right[name] &= all(of_rank[name] for of_rank in every)
+
+    def _rounds(self, racing: dict[str, Run]) -> int:
+        if self.spec.rounds is not None or not racing:
+            return self.spec.rounds or 0
+        total = sum(median(found) for found in self._slowest(racing, _WARM_UP).values())
+        return int(min(max(self.spec.seconds * 1e9 / total, self.spec.fewest), _MOST))
+
+    def _slowest(self, racing: dict[str, Run], rounds: int) -> dict[str, list[int]]:
+        """Nanoseconds of each round, of its slowest rank."""
+        every = self.agree(interleave(list(racing.values()), self._start, [rounds] * len(racing)))
+        return {
+            name: [max(of_round) for of_round in zip(*(of_rank[at] for of_rank in every), strict=True)]
+            for at, name in enumerate(racing)
+        }
+
+
+def _run(run: Run, begin: Callable[[], None]) -> torch.Tensor:
+    begin()
+    return run()
+
+

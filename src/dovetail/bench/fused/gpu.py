@@ -1,0 +1,275 @@
+"""`dovetail bench fused` on one GPU with peers in host memory: every form of an operator and its collective.
+
+Owns the order of a measurement: calibrated, checked, warmed, timed side by side. All forms of a shape move the same
+bytes over the link, both ways: rows of the GPU to its peers, and rows of the peers to the GPU, which are there in step
+with the GPU's own (`Pace.STEP`), as those of ranks that compute the same. Everything is queued behind a gate and begins
+when it opens: no launch is in the times, which are the GPU's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from dovetail.bench.fused.rows import Cell, Kind, Product, Row
+from dovetail.bench.fused.spec import Shape, Spec
+from dovetail.bench.fused.work import GEMM_TILES, TIMEOUT_S, WORKS, Contender, Work
+from dovetail.bench.gpu.session import Arena, Session, pages
+from dovetail.errors import HardwareError
+from dovetail.measure.interleave import orders
+from dovetail.measure.stats import median
+from dovetail.ops.gpu.dma import DmaGemm, gemm_exchange
+from dovetail.ops.gpu.exchange import Buffers, Exchange, Pace
+from dovetail.ops.gpu.tiles import Order
+from dovetail.overlap.gpu import GpuPlace
+from dovetail.overlap.tasks import Load
+from dovetail.overlap.timing import GpuTimer
+
+_ATTEMPTS = 3
+_WARM_UP = 2
+_PILOT = 5
+_MOST_SIZE = 1 << 16  # K of a product, or the length of a bag
+
+
+class Measured(NamedTuple):
+    """All that was found."""
+
+    rows: list[Row]
+    products: list[Product]
+
+    def as_dicts(self) -> list[dict[str, Any]]:
+        """For a record."""
+        return [*(row.as_dict() for row in self.rows), *(product.as_dict() for product in self.products)]
+
+
+def measure(session: Session, spec: Spec, progress: Callable[[str], None] | None = None) -> Measured:
+    """Measures all shapes of a spec.
+
+    Raises:
+        HardwareError: a form gave a wrong byte, or can't be timed.
+        NotSupported: more host memory would be pinned than the session allows.
+    """
+    tell = progress or (lambda text: None)
+    with contextlib.ExitStack() as stack:
+        site = stack.enter_context(_Site(session, spec))
+        products = [site.product(*sizes) for sizes in spec.products]
+        for product in products:
+            tell(f"{product.m}x{product.n}x{product.k}: {product.share:.3f} of torch.mm ({product.tile})")
+        rows = []
+        for shape in spec.shapes:
+            rows.append(site.row(shape))
+            row = rows[-1]
+            tell(f"{shape.name}: {row.us(Kind.DMA):.0f} us, {row.lower:.1%} lower than unfused")
+        return Measured(rows, products)
+
+
+class _Site:
+    """The GPU, its clock and memory."""
+
+    def __init__(self, session: Session, spec: Spec) -> None:
+        self._session, self._spec = session, spec
+        self._place = GpuPlace(session.device)
+        self._timer = GpuTimer(self._place)
+        exchanges = [WORKS[shape.op].exchange_of(spec, shape) for shape in spec.shapes]
+        exchanges += [_alone(*sizes) for sizes in spec.products]
+        self._arenas: dict[str, Arena] = {
+            kind: session.arena(kind, max([1, *(_bytes(e, kind) for e in exchanges)])) for kind in ("device", "host")
+        }
+        self._tiles: dict[str, Any] = {}  # what was fastest at the last shape of an operator
+
+    def __enter__(self) -> _Site:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.close()
+        self._place.close()
+
+    def _buffers(self, exchange: Exchange) -> Buffers:
+        for arena in self._arenas.values():
+            arena.reset()
+        return Buffers(exchange, lambda kind, size: self._arenas[kind].take(size))
+
+    # --- times
+
+    def _run(self, contender: Contender) -> None:
+        """Once, without a gate; returns when the GPU is done."""
+        with self._place.current(self._timer.main):
+            ticket = contender.start(self._timer.main)
+        if ticket is not None:
+            ticket.wait(TIMEOUT_S)
+        self._session.driver.stream_synchronize(self._timer.main)
+
+    def _us(self, contender: Contender) -> float:
+        for _ in range(_ATTEMPTS):
+            call = _Call(contender, self._timer.main)
+            time_us = self._timer.compute(call)
+            if call.ticket is not None:
+                call.ticket.wait(TIMEOUT_S)
+            if not self._timer.was_opened or not self._session.has_torch:
+                return time_us
+        raise HardwareError(f"{contender.name} waited on the host for what it had launched: it can't be timed")
+
+    def _quick_us(self, contender: Contender, number: int = _PILOT) -> float:
+        for _ in range(_WARM_UP):
+            self._run(contender)
+        return median(self._us(contender) for _ in range(number))
+
+    def _timed(self, contenders: Sequence[Contender]) -> list[Cell]:
+        """Side by side, in orders that favour none."""
+        about = [self._quick_us(contender, 1) for contender in contenders]
+        spec, square = self._spec, orders(len(contenders))
+        rounds = min(max(int(spec.seconds * 1e6 / sum(about)), spec.fewest_rounds), spec.most_rounds)
+        times: list[list[float]] = [[] for _ in contenders]
+        for turn in range(rounds):
+            for number in square[turn % len(square)]:
+                times[number].append(self._us(contenders[number]))
+        return [
+            Cell(kind=c.kind, name=c.name, time_us=median(found), iterations=len(found), setting=c.setting)
+            for c, found in zip(contenders, times, strict=True)
+        ]
+
+    # --- rows
+
+    def product(self, m: int, n: int, k: int) -> Product:
+        """Our kernel and torch.mm."""
+        exchange = _alone(m, n, k)
+        x, w = (torch.randn(rows, k, device=self._device(), dtype=torch.bfloat16) for rows in (m, n))
+        out = torch.empty(m, n, device=x.device, dtype=x.dtype)
+        buffers = self._buffers(exchange)
+        with contextlib.ExitStack() as stack:
+            made = []
+            for tile in GEMM_TILES:
+                made.append(DmaGemm(self._session.device, buffers, x.shape, w.shape, x.dtype, shape=tile))
+                stack.callback(made[-1].close)
+            plain = _contender("torch", lambda: torch.mm(x, w.t(), out=out))
+            ours = [_contender(Work.tile_name(e.shape), functools.partial(e.compute, x, w)) for e in made]
+            for contender, each in zip(ours, made, strict=True):
+                each.y.fill_(float("nan"))
+                self._run(contender)
+                self._run(plain)
+                if not torch.allclose(each.y.float(), out.float(), rtol=1 / 64, atol=k**0.5 / 64):
+                    raise HardwareError(f"the product {m}x{n}x{k} by tiles of {contender.name} is wrong")
+            cells = self._timed([plain, *ours])
+        best = min(cells[1:], key=lambda cell: cell.time_us)
+        return Product(
+            m=m, n=n, k=k, dtype="bfloat16", torch_us=cells[0].time_us, ours_us=best.time_us, tile=best.name,
+            iterations=best.iterations,
+        )  # fmt: skip
+
+    def _device(self) -> str:
+        return f"cuda:{self._session.device.index}" if self._session.has_torch else "cpu"
+
+    def row(self, shape: Shape) -> Row:
+        """One shape, all forms."""
+        kind = WORKS[shape.op]
+        exchange = kind.exchange_of(self._spec, shape)
+        work = kind(self._session.device, self._spec, shape, exchange, self._buffers(exchange))
+        try:
+            self._calibrate(work)
+            tile = self._pick_tile(work)
+            contenders = self._contenders(work, tile)
+            checks = self._check(work, contenders)
+            cells = self._timed(contenders)
+        finally:
+            work.close()
+        return Row(
+            op=str(shape.op), shape=shape.name, size_bytes=shape.size_bytes, out_bytes=exchange.out_bytes,
+            in_bytes=exchange.in_bytes, split=str(shape.split), ratio=shape.ratio, sizes=work.sizes,
+            dtype=str(work.dtype).removeprefix("torch."), ranks=self._spec.ranks, link=self._link(),
+            pace=str(Pace.STEP), checks=checks, cells=cells,
+        )  # fmt: skip
+
+    def _link(self) -> str:
+        facts = self._session.facts()
+        return f"PCIe {facts.get('pcie_generation')} x{facts.get('pcie_width')}, peers in pinned host memory"
+
+    def _calibrate(self, work: Work) -> None:
+        """Finds the size at which the computation takes `ratio` times as long as the communication."""
+        sizes, times = [work.step * 8, work.step * 32], []
+        for size in sizes:
+            with work.scope():
+                work.scale(size)
+                compute, comm, _ = work.plain()
+                tile = self._tiles.get(work.shape.op, work.tiles[0])
+                times.append(min(self._quick_us(compute), self._quick_us(work.ours(tile)[0])))
+                comm_us = self._quick_us(comm)
+        slope = max((times[1] - times[0]) / (sizes[1] - sizes[0]), 1e-6)
+        wanted = sizes[1] + (work.shape.ratio * comm_us - times[1]) / slope
+        work.scale(min(max(round(wanted / work.step), 1), _MOST_SIZE // work.step) * work.step)
+
+    def _pick_tile(self, work: Work) -> Any:
+        """The tiles whose fused form is fastest, at a middle number of slices."""
+        different = _distinct(work, self._spec.slices)
+        slices = different[len(different) // 2]
+        found = []
+        for tile in work.tiles:
+            with work.scope():
+                found.append(self._quick_us(work.fused(slices, Order.REMOTE, tile), 3))
+        best = work.tiles[found.index(min(found))]
+        self._tiles[work.shape.op] = best
+        return best
+
+    def _contenders(self, work: Work, tile: Any) -> list[Contender]:
+        spec = self._spec
+        found = [*work.plain(), *work.ours(tile)]
+        found += [work.decomposed(number, how) for number in _distinct(work, spec.chunks) for how in work.hows]
+        slices = _distinct(work, spec.slices)
+        found += [work.fused(number, Order.REMOTE, tile) for number in slices]
+        middle = slices[len(slices) // 2]
+        return [*found, work.fused(middle, Order.LOCAL, tile)]
+
+    def _check(self, work: Work, contenders: Sequence[Contender]) -> int:
+        """Every form with new data and spoiled memory, the fused ones again and again; returns how many runs."""
+        fused = [contender for contender in contenders if contender.kind is Kind.DMA]
+        number = 0
+        for turn in range(max(self._spec.checks, 1)):
+            work.fresh()
+            work.peers_fresh()
+            for contender in contenders if turn == 0 else [fused[turn % len(fused)]]:
+                work.spoil(contender)
+                self._run(contender)
+                work.synchronize()
+                number += 1
+                if not work.is_right(contender):
+                    raise HardwareError(f"{work.shape.name}: {contender.kind} {contender.name} gave wrong bytes")
+        return number
+
+
+class _Call:
+    """A contender as the timer takes a computation."""
+
+    def __init__(self, contender: Contender, stream: int) -> None:
+        self.load = Load(name=contender.name)
+        self._contender, self._stream = contender, stream
+        self.ticket: Any = None
+
+    def __call__(self) -> None:
+        self.ticket = self._contender.start(self._stream)
+
+
+def _contender(name: str, compute: Callable[[], object]) -> Contender:
+    """A computation alone."""
+
+    def start(_stream: int) -> None:
+        compute()
+
+    return Contender(kind=Kind.COMPUTE, name=name, start=start, setting={})
+
+
+def _distinct(work: Work, numbers: Sequence[int]) -> list[int]:
+    """Those numbers of slices that make slices of different sizes: they are whole tiles."""
+    return sorted({work.slice_rows(number): number for number in sorted(numbers, reverse=True)}.values())
+
+
+def _alone(m: int, n: int, k: int) -> Exchange:
+    return gemm_exchange((m, k), (n, k), torch.bfloat16, (m,), (m,))
+
+
+def _bytes(exchange: Exchange, kind: str) -> int:
+    """What the buffers of an exchange take of an arena."""
+    ranks = [0] if kind == "device" else range(1, exchange.world)
+    return sum(pages(max(1, exchange.y_bytes(r))) + pages(max(1, exchange.output_bytes(r))) for r in ranks)

@@ -1,0 +1,1 @@
+"""Triton device functions, jit code only."""

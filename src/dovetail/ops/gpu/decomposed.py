@@ -1,0 +1,192 @@
+"""What a user would do without a fused operator: the plain one, then the collective; or both in chunks.
+
+Owns the rivals of the `dma` transport on one GPU with peers in host memory. All move the bytes of the same `Exchange`.
+`Unfused`: torch's operator, then the collective by copy engines. `Chunked`: torch's operator on one chunk of rows after
+the other; an event (or a word that the stream writes) behind each chunk lets its copies begin. Destinations are served
+in the order of the fused operator, and what the peers send comes at the same pace.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dovetail.hw.gpu.device import Device
+from dovetail.hw.gpu.driver import WORD, WRITE
+from dovetail.hw.gpu.local import LocalRunner, address_of
+from dovetail.hw.gpu.ticket import GpuTicket
+from dovetail.ops.gpu.dma import LANES, Flags, SlicedRun
+from dovetail.ops.gpu.exchange import GPU, Buffers, Pace
+from dovetail.ops.gpu.tiles import END, FIRST, Order, row_tiles
+from dovetail.plan.build.sliced import Slice
+
+if TYPE_CHECKING:
+    import torch
+
+#: Computes rows [begin, end) of the operator's output in torch's current stream; returns where they are, as bytes.
+Rows = Callable[[int, int], "torch.Tensor"]
+
+
+class How(StrEnum):
+    """What lets a chunk's copies begin."""
+
+    EVENTS = "events"  #: an event behind the chunk, and plain copies of the driver
+    WORDS = "words"  #: the stream raises the flags of a sliced plan
+
+
+class Unfused:
+    """The operator, then the collective. An owner: `close()`."""
+
+    def __init__(self, device: Device, buffers: Buffers, *, timeout_s: float | None = None) -> None:
+        self.plan, self._buffers = buffers.exchange.whole(), buffers
+        self._runner = LocalRunner(device, self.plan, host_ranks=buffers.exchange.peers, timeout_s=timeout_s)
+        self._rows = sum(buffers.exchange.send)
+
+    def start(self, compute: Rows, stream: int) -> GpuTicket:
+        """Both in the raw stream, torch's current one."""
+        return self.collective(compute(0, self._rows), stream)
+
+    def collective(self, y: torch.Tensor, stream: int) -> GpuTicket:
+        """The collective alone; it takes the GPU's rows from `y`, bytes."""
+        return self._runner.submit(self._buffers.of(self.plan, y), after=stream)
+
+    def close(self) -> None:
+        """Waits for the last run."""
+        self._runner.close()
+
+
+class Chunked:
+    """The operator in chunks of rows, each followed by its copies. An owner: `close()`."""
+
+    def __init__(
+        self, device: Device, buffers: Buffers, chunk_rows: int, *, how: How | str = How.EVENTS,
+        order: Order | str = Order.REMOTE, pace: Pace | str = Pace.STEP, timeout_s: float | None = None,
+        lanes: int = LANES, streams: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        """`lanes`: streams for the copies of each direction; `streams`: twice as many of the caller's, or its own."""
+        device.enter()
+        exchange, self._driver, self._buffers = buffers.exchange, device.driver, buffers
+        tiles = row_tiles(exchange.send, GPU, chunk_rows, slice_rows=chunk_rows, order=order)
+        self.chunks: list[tuple[int, int]] = tiles.slices[:, [FIRST, END]].tolist()
+        self.how = How(how)
+        self._run: SlicedRun | None = None
+        self._events: list[int] = []
+        self._streams, self._owns = list(streams), not streams
+        if self.how is How.WORDS:
+            plan = exchange.sliced(tiles, pace=pace, lanes=lanes)
+            self._run = SlicedRun(
+                device, plan, buffers.of(plan), host_ranks=exchange.peers, timeout_s=timeout_s, lanes=lanes
+            )  # fmt: skip
+            return
+        self.leaving, arriving, follows = exchange.slices(tiles, pace)
+        self._early = [] if follows else arriving
+        self._with: list[list[Slice]] = [[] for _ in self.chunks]
+        for piece, k in zip(arriving, follows, strict=False):
+            self._with[k].append(piece)
+        self._streams = self._streams or [self._driver.stream_create() for _ in range(2 * lanes)]
+        self._events = [self._driver.event_create() for _ in range(len(self.chunks) + 1 + len(self._streams))]
+
+    def start(self, compute: Rows, stream: int) -> GpuTicket | None:
+        """All of it in the raw stream, torch's current one. With events there is no ticket: the stream tells."""
+        if self._run is not None:
+            return self._run.start(_Chunks(self, compute), stream)
+        driver, number = self._driver, len(self.chunks)
+        ready, before, ends = self._events[:number], self._events[number], self._events[number + 1 :]
+        out, into = (itertools.cycle(self._streams[side::2]) for side in (0, 1))
+        driver.event_record(before, stream)
+        for other in self._streams:
+            driver.stream_wait_event(other, before)
+        for piece in self._early:
+            self._copy(piece, next(into))
+        held = []
+        for k, (begin, end) in enumerate(self.chunks):
+            rows = compute(begin, end)
+            held.append(rows)  # until the stream waits for its copies: what is freed then is used again behind them
+            driver.event_record(ready[k], stream)
+            if self.leaving[k].destination != GPU:
+                self._copy(self.leaving[k], next(out), ready[k], rows)
+            for piece in self._with[k]:
+                self._copy(piece, next(into), ready[k])
+        for other, event in zip(self._streams, ends, strict=True):
+            driver.event_record(event, other)
+            driver.stream_wait_event(stream, event)
+        return None
+
+    def _copy(self, piece: Slice, stream: int, after: int | None = None, rows: torch.Tensor | None = None) -> None:
+        """Behind an event; `rows`: the chunk itself, if that is what the source's bytes are."""
+        if after is not None:
+            self._driver.stream_wait_event(stream, after)
+        begin = self._buffers.y[piece.source].data_ptr() + piece.source_offset if rows is None else address_of(rows)
+        to = self._buffers.output[piece.destination].data_ptr() + piece.destination_offset
+        pitches = piece.pitch("destination"), piece.pitch("source")
+        if piece.rows == 1 or pitches == (piece.row_bytes, piece.row_bytes):
+            self._driver.copy(to, begin, piece.size_bytes, stream)
+        else:
+            self._driver.copy_rows(to, pitches[0], begin, pitches[1], piece.row_bytes, piece.rows, stream)
+
+    def close(self) -> None:
+        """Waits for the last run. Safe to call twice."""
+        if self._run is not None:
+            self._run.close()
+        for stream in self._streams:
+            self._driver.stream_synchronize(stream)
+            if self._owns:
+                self._driver.stream_destroy(stream)
+        for event in self._events:
+            self._driver.event_destroy(event)
+        self._streams, self._events = [], []
+
+
+class _Chunks:
+    """The chunks as a computation that raises flags: the stream writes the word behind each."""
+
+    def __init__(self, chunked: Chunked, compute: Rows) -> None:
+        self._chunked, self._compute = chunked, compute
+
+    def launch(self, flags: Flags, stream: int) -> None:
+        """See `Sliced`."""
+        word = np.zeros(1, WORD)
+        word["kind"], word["value"] = WRITE, flags.value
+        for (begin, end), address in zip(self._chunked.chunks, flags.words, strict=True):
+            self._compute(begin, end)
+            word["address"] = address
+            self._chunked._driver.stream_words(word, stream)
+
+
+def gemm_rows(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> Rows:
+    """Rows of y = x @ w.T by torch, in place."""
+    import torch
+
+    transposed = w.t()
+
+    def compute(begin: int, end: int) -> torch.Tensor:
+        return torch.mm(x[begin:end], transposed, out=y[begin:end])
+
+    return compute
+
+
+def bag_rows(weight: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor, num_tables: int, mode: str) -> Rows:
+    """Samples [begin, end), each `num_tables` bags, by torch: one call over one table that has the rows of all.
+
+    The values are those of sample 0's bags, one of each table, then sample 1's: torch then writes what is to be sent,
+    with nothing to be put in order. What is known before a run (where each chunk's bags begin) is not done in it.
+    """
+    import torch
+
+    where = values.device
+    known: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+    bags = offsets.to(values.dtype)
+
+    def compute(begin: int, end: int) -> torch.Tensor:
+        if (begin, end) not in known:
+            mine = bags[begin * num_tables : end * num_tables + 1]
+            first, last = int(mine[0]), int(mine[-1])
+            known[begin, end] = values[first:last], (mine - first).to(where)
+        indices, at = known[begin, end]
+        return torch.nn.functional.embedding_bag(indices, weight, at, mode=mode, include_last_offset=True)
+
+    return compute

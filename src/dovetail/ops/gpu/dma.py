@@ -1,0 +1,408 @@
+"""The `dma` transport: a finished slice raises a flag, the flag releases a copy by an engine, no core moves a byte.
+
+Owns the run of a sliced plan beside the computation that raises its flags, and the two operators on one GPU whose peers
+are in host memory. The computation is launched first and the copies are issued while it runs, behind an event that was
+recorded before it; the caller's stream then waits for the last copy. Nothing here waits on the host.
+
+Peers in host memory have no computation of their own. What they send is read by the GPU's engines, so the bytes that
+cross the link are those of a real all-to-all, both ways: `paced` peers are in step with the GPU (their n-th slice is
+there when the GPU's n-th one is), others have everything ready at the start.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dovetail.errors import DovetailError, NotSupported
+from dovetail.hw.gpu.device import Device
+from dovetail.hw.gpu.local import LocalRunner
+from dovetail.hw.gpu.ticket import GpuTicket
+from dovetail.hw.gpu.words import VALUE_BITS
+from dovetail.ops.gpu.exchange import GPU, Buffers, Exchange, Pace, slice_rows_of
+from dovetail.ops.gpu.tiles import Order, RowTiles, row_tiles
+from dovetail.plan.plan import Plan, SignalKind
+
+if TYPE_CHECKING:
+    import torch
+
+#: Queues in each direction, which take slices in turn: a stream that waits for a flag sees it some 10 us late, while
+#: the other one copies.
+LANES = 2
+_ONE = "the buffers"  # an execution remembers what it bound by a key; here there is but one
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flags:
+    """What a computation raises in one run: it stores `value`, 64 bits, to the address of a slice that is finished.
+
+    All bytes of the slice must be visible to the system before (a release store at system scope). The addresses are
+    those of the plan's imported signals in their order, which is that of the slices.
+    """
+
+    addresses: torch.Tensor  #: int64, on the device
+    words: Sequence[int]  #: the same numbers, for whoever raises them from a stream
+    base: int  #: what this run's signals count from
+    value: int  #: base + 1
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+
+class Sliced(Protocol):
+    """A computation that raises a flag for each of its slices."""
+
+    def launch(self, flags: Flags, stream: int) -> None:
+        """Puts it into the raw stream, which is torch's current one, and returns at once.
+
+        It must not wait for anything that comes later in that stream, and must raise every flag.
+        """
+
+
+class SlicedRun:
+    """A sliced plan over given buffers, run again and again, each time beside a computation. An owner: `close()`."""
+
+    def __init__(
+        self, device: Device, plan: Plan, buffers: Mapping[tuple[int, str], Any], *, host_ranks: frozenset[int],
+        timeout_s: float | None = None, lanes: int = 1, words_on_device: bool = False,
+    ) -> None:  # fmt: skip
+        """`plan`: of `plan.build.sliced`; `buffers` by rank and name, those of `host_ranks` in pinned host memory.
+
+        `lanes`: those of the plan; `words_on_device`: the flags lie in the GPU's memory.
+        """
+        import torch
+
+        device.enter()
+        self._device, self._driver = device, device.driver
+        self._runner = _Runner(
+            device, plan, host_ranks=host_ranks, timeout_s=timeout_s, most_streams=2 * lanes,
+            words_on_device=words_on_device,
+        )  # fmt: skip
+        try:
+            self._runner.hold(buffers)
+        except BaseException:
+            self._runner.close()
+            raise
+        self._before = self._driver.event_create()
+        self._last: GpuTicket | None = None
+        self._error: BaseException | None = None
+        where = f"cuda:{device.index}" if torch.cuda.is_available() else "cpu"
+        self._words = self._runner.flags()
+        self._addresses = torch.tensor(self._words, dtype=torch.int64).to(where)
+
+    @property
+    def num_flags(self) -> int:
+        """How many flags a computation raises."""
+        return len(self._words)
+
+    def start(self, compute: Sliced, stream: int) -> GpuTicket:
+        """Launches the computation into the raw stream and issues the copies; the stream goes on behind both.
+
+        Returns before anything is done. The ticket's wait blocks the host until all slices are where they belong.
+
+        Raises:
+            NotSupported: the stream is capturing a graph.
+            DovetailError: an earlier run could not be issued as a whole: close this and make another.
+        """
+        device, driver = self._device, self._driver
+        device.enter()
+        if self._error is not None:
+            raise DovetailError(f"an earlier run was not issued as a whole: {self._error!r}") from self._error
+        if driver.stream_capturing(stream):
+            raise NotSupported("the stream is capturing a graph: copies behind flags would be lost. Run it outside")
+        run = self._runner.next_run()
+        if self._last is not None and not self._last.is_over():
+            driver.stream_wait_event(stream, self._last.event)  # its copies still read what the computation writes
+        driver.event_record(self._before, stream)
+        # First the computation, then what waits for it: streams may share a queue of the hardware, and a kernel
+        # behind a wait that only this kernel opens would never run.
+        base = run << VALUE_BITS
+        try:
+            compute.launch(Flags(self._addresses, self._words, base, base + 1), stream)
+            ticket = self._runner.start(run, self._before)
+            self._last = ticket
+            driver.stream_wait_event(stream, ticket.event)
+        except BaseException as error:
+            self._broken(error)
+            raise
+        return ticket
+
+    def _broken(self, error: BaseException) -> None:
+        """Nothing of a failed launch is awaited: copies are issued after it, and what was issued has been opened.
+
+        A failed launch burns its run number, since it may have raised flags; a run that was issued in part may still
+        read and write the buffers, so there is no other after it.
+        """
+        if self._runner.issued:
+            self._error = error
+
+    def close(self) -> None:
+        """Waits for the last run. Safe to call twice."""
+        self._runner.close()
+        if self._before:
+            self._driver.event_destroy(self._before)
+        self._before = 0
+
+    def __enter__(self) -> SlicedRun:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Runner(LocalRunner):
+    """Numbers its runs before they start: the computation must know the values of its flags."""
+
+    issued = False  #: the run of the last number was begun
+
+    def flags(self) -> list[int]:
+        """Addresses of the imported signals, in their order."""
+        signals = self.program.plan.signals
+        return [self._execution.words.address(n) for n, s in enumerate(signals) if s.kind is SignalKind.IMPORTED]
+
+    def hold(self, buffers: Mapping[tuple[int, str], Any]) -> None:
+        """Binds the buffers, so that wrong ones are refused before anything is launched."""
+        self._held = dict(buffers)
+        self._where = functools.partial(self._places, self._held)
+        self._execution.prepare(_ONE, self._where)
+
+    def next_run(self) -> int:
+        """A number that no run has had."""
+        self._execution.runs += 1
+        self.issued = False
+        return self._execution.runs
+
+    def start(self, run: int, after_event: int) -> GpuTicket:
+        """Issues a run that begins behind an event and that no stream waits for."""
+        prepared = self._execution.prepare(_ONE, self._where)
+        self.issued = True
+        return self._execution.start(prepared, run=run, after_event=after_event, hold=self._held)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmShape:
+    """How the kernel cuts a product. The default is as fast as cuBLAS on an H200; smaller tiles end sooner."""
+
+    height: int = 128
+    width: int = 256
+    depth: int = 64
+    group: int = 8  #: row tiles that are computed column by column together; slices of fewer tiles end together
+    warps: int = 8
+    stages: int = 3
+    programs: int = 1  #: for each multiprocessor; all must fit at once
+
+
+def gemm_exchange(
+    x_shape: Sequence[int], w_shape: Sequence[int], dtype: torch.dtype, send: Sequence[int], receive: Sequence[int]
+) -> Exchange:
+    """Rows of y = x @ w.T, `send[j]` for rank j; `receive[j]` rows come from rank j."""
+    if len(x_shape) != 2 or len(w_shape) != 2 or x_shape[1] != w_shape[1] or sum(send) != x_shape[0]:
+        given = f"x {tuple(x_shape)}, w {tuple(w_shape)}, send {tuple(send)}"
+        raise ValueError(f"{given}: x is [M, K], w is [N, K], and all of M rows are sent")
+    width = w_shape[0] * dtype.itemsize
+    return Exchange(send=tuple(send), receive=tuple(receive), row_bytes=(width,) * len(send))
+
+
+class DmaGemm:
+    """y = x @ w.T on the GPU, rows sent to peers in host memory slice by slice. An owner: `close()`."""
+
+    def __init__(
+        self, device: Device, buffers: Buffers, x_shape: Sequence[int], w_shape: Sequence[int], dtype: torch.dtype, *,
+        slice_rows: int | None = None, order: Order | str = Order.REMOTE, pace: Pace | str = Pace.STEP,
+        shape: GemmShape | None = None, timeout_s: float | None = None, lanes: int = LANES,
+        words_on_device: bool = False,
+    ) -> None:  # fmt: skip
+        """`buffers` of `gemm_exchange`; `slice_rows`: rows that one flag stands for, whole tiles are best."""
+        exchange, self.shape = buffers.exchange, shape or GemmShape()
+        gemm_exchange(x_shape, w_shape, dtype, exchange.send, exchange.receive)
+        (self.M, self.K), self.N, self.dtype = x_shape, w_shape[0], dtype
+        height = self.shape.height
+        rows = slice_rows or slice_rows_of(sum(exchange.send[1:]), exchange.row_bytes[GPU], height)
+        self.slice_rows, self.tiles = rows, row_tiles(exchange.send, GPU, height, slice_rows=rows, order=order)
+        self.y = buffers.y[GPU][: exchange.y_bytes(GPU)].view(dtype).view(self.M, self.N)
+        self._tables = _Tables(self.tiles, self.y.device)
+        self._programs = device.driver.num_multiprocessors(device.index) * self.shape.programs
+        self._operands: tuple[torch.Tensor, torch.Tensor] | None = None
+        plan = exchange.sliced(self.tiles, pace=pace, lanes=lanes)
+        self.run = SlicedRun(
+            device, plan, buffers.of(plan), host_ranks=exchange.peers, timeout_s=timeout_s, lanes=lanes,
+            words_on_device=words_on_device,
+        )  # fmt: skip
+
+    def start(self, x: torch.Tensor, w: torch.Tensor, stream: int) -> GpuTicket:
+        """Puts it all into the raw stream, torch's current one, and returns. `y` and the peers' outputs are written."""
+        self._check(x, w)
+        self._operands = x, w
+        return self.run.start(self, stream)
+
+    def compute(self, x: torch.Tensor, w: torch.Tensor) -> None:
+        """The product alone, with nobody waiting for it."""
+        self._check(x, w)
+        self._operands = x, w
+        self._launch(self._tables.no_flags, 0)
+
+    def _check(self, x: torch.Tensor, w: torch.Tensor) -> None:
+        for name, given, shape in (("x", x, (self.M, self.K)), ("w", w, (self.N, self.K))):
+            if tuple(given.shape) != shape or given.dtype != self.dtype or not given.is_contiguous():
+                found = f"{tuple(given.shape)} of {given.dtype}{'' if given.is_contiguous() else ', with gaps'}"
+                raise ValueError(f"{name} is {found}; this one was made for {shape} of {self.dtype}, contiguous")
+
+    def launch(self, flags: Flags, stream: int) -> None:
+        """See `Sliced`."""
+        self._launch(flags.addresses, flags.value)
+
+    def _launch(self, flags: torch.Tensor, value: int) -> None:
+        from dovetail.ops.kernels.gemm import gemm_slices_kernel
+
+        assert self._operands is not None
+        (x, w), s, t = self._operands, self.shape, self._tables
+        if not len(t.tiles):
+            return
+        gemm_slices_kernel[(self._programs,)](
+            x, w, self.y, t.tiles, t.slice_tiles, t.counters, flags, value, len(t.tiles), self.N, self.K,
+            BM=s.height, BN=s.width, BK=s.depth, GROUP=s.group, PROGRAMS=self._programs,
+            EVEN_M=self.tiles.is_even(s.height), EVEN_N=self.N % s.width == 0, EVEN_K=self.K % s.depth == 0,
+            PRECISION="ieee", SOFT=not x.is_cuda, num_warps=s.warps, num_stages=s.stages,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Waits for the last run."""
+        self.run.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolShape:
+    """How the kernel cuts bags."""
+
+    bags: int = 4  #: pooled at a time by one program
+    depth: int = 4  #: rows of each that are loaded at a time
+    warps: int = 4
+    programs: int = 16  #: for each multiprocessor, at most: the more, the more loads are on their way
+
+
+def embedding_exchange(num_tables: Sequence[int], dim: int, dtype: torch.dtype, batch: Sequence[int]) -> Exchange:
+    """Pooled rows: rank r has `num_tables[r]` tables and gets the bags of all tables for its `batch[r]` samples."""
+    widths = tuple(number * dim * dtype.itemsize for number in num_tables)
+    return Exchange(
+        send=tuple(batch), receive=(batch[GPU],) * len(batch), row_bytes=widths, side_by_side=True
+    )  # fmt: skip
+
+
+class DmaEmbedding:
+    """Bags of the GPU's tables, pooled and sent to peers in host memory slice by slice. An owner: `close()`."""
+
+    def __init__(
+        self, device: Device, buffers: Buffers, weights: Sequence[torch.Tensor], *, slice_rows: int | None = None,
+        order: Order | str = Order.REMOTE, pace: Pace | str = Pace.STEP, mode: str = "sum",
+        shape: PoolShape | None = None, timeout_s: float | None = None, lanes: int = LANES,
+        words_on_device: bool = False,
+    ) -> None:  # fmt: skip
+        """`buffers` of `embedding_exchange`; `weights`: this rank's tables [rows, dim]; `slice_rows`: in samples."""
+        import torch
+
+        exchange, self.shape = buffers.exchange, shape or PoolShape()
+        self.T, self.D, self.B = len(weights), weights[0].shape[1], sum(exchange.send)
+        self.dtype = weights[0].dtype
+        if any(w.shape[1] != self.D or w.dtype != self.dtype or not w.is_contiguous() for w in weights):
+            raise ValueError("tables of one rank have one dim and dtype, and are contiguous")
+        if mode not in ("sum", "mean") or self.T * self.D * self.dtype.itemsize != exchange.row_bytes[GPU]:
+            given = f"mode {mode!r}, {self.T} tables of dim {self.D} and {self.dtype}"
+            raise ValueError(f"{given}: mode is sum or mean, and rows to send have {exchange.row_bytes[GPU]} bytes")
+        self._mean, self._weights = mode == "mean", list(weights)
+        height = self.shape.bags
+        rows = slice_rows or slice_rows_of(sum(exchange.send[1:]), exchange.row_bytes[GPU], height)
+        self.slice_rows, self.tiles = rows, row_tiles(exchange.send, GPU, height, slice_rows=rows, order=order)
+        self.y = buffers.y[GPU][: exchange.y_bytes(GPU)].view(self.dtype).view(self.B, self.T, self.D)
+        where = self.y.device
+        self._tables = _Tables(self.tiles, where)
+        self._addresses = torch.tensor([w.data_ptr() for w in weights], dtype=torch.int64, device=where)
+        self._num_rows = torch.tensor([len(w) for w in weights], dtype=torch.int64, device=where)
+        self._error = torch.zeros(1, dtype=torch.int64, device=where)
+        self._cores = device.driver.num_multiprocessors(device.index)
+        self._programs = 0  # not known before the kernel was compiled
+        self._bags: tuple[torch.Tensor, torch.Tensor] | None = None
+        plan = exchange.sliced(self.tiles, pace=pace, lanes=lanes)
+        self.run = SlicedRun(
+            device, plan, buffers.of(plan), host_ranks=exchange.peers, timeout_s=timeout_s, lanes=lanes,
+            words_on_device=words_on_device,
+        )  # fmt: skip
+
+    def start(self, values: torch.Tensor, offsets: torch.Tensor, stream: int) -> GpuTicket:
+        """Puts it all into the raw stream, torch's current one. Bag b of table t: values[offsets[t * B + b]:...]."""
+        self._take(values, offsets)
+        return self.run.start(self, stream)
+
+    def compute(self, values: torch.Tensor, offsets: torch.Tensor) -> None:
+        """The bags alone, with nobody waiting for them."""
+        self._take(values, offsets)
+        self._launch(self._tables.no_flags, 0)
+
+    def _take(self, values: torch.Tensor, offsets: torch.Tensor) -> None:
+        if offsets.numel() != self.T * self.B + 1 or not (values.is_contiguous() and offsets.is_contiguous()):
+            given = f"{offsets.numel()} offsets for {self.T} tables and {self.B} bags of each"
+            raise ValueError(f"{given}: one for each bag and one behind the last, and no gaps in memory")
+        self._bags = values, offsets
+
+    def check(self) -> None:
+        """Waits for the GPU. IndexError if some value named a row that its table has not; it added nothing."""
+        if place := int(self._error.item()):
+            self._error.zero_()
+            raise IndexError(f"values[{place - 1}] names a row that its table has not")
+
+    def launch(self, flags: Flags, stream: int) -> None:
+        """See `Sliced`."""
+        self._launch(flags.addresses, flags.value)
+
+    def _launch(self, flags: torch.Tensor, value: int) -> None:
+        import triton
+
+        from dovetail.ops.kernels.embedding import embedding_slices_kernel
+
+        assert self._bags is not None
+        (values, offsets), s, t = self._bags, self.shape, self._tables
+        if not len(t.tiles):
+            return
+        dtype = getattr(triton.language, str(self.dtype).removeprefix("torch."))
+        kernel = embedding_slices_kernel[(min(self._programs or self._cores, len(t.tiles) * self.T),)](
+            self._addresses, self._num_rows, values, offsets, values, self.y, t.tiles, t.slice_tiles, t.counters, flags,
+            self._error, value, len(t.tiles), self.T, self.B, self.D,
+            DTYPE=dtype, BAGS=s.bags, DEPTH=s.depth, BLOCK_D=triton.next_power_of_2(self.D),
+            MEAN=self._mean, SCALED=False, SOFT=not self.y.is_cuda, num_warps=s.warps,
+        )  # fmt: skip
+        if not self._programs:
+            self._programs = self._cores * min(s.programs, resident(getattr(kernel, "n_regs", 0), s.warps))
+
+    def close(self) -> None:
+        """Waits for the last run."""
+        self.run.close()
+
+
+def resident(num_registers: int, warps: int) -> int:
+    """Programs of so many registers a thread that a multiprocessor holds at once; one if that is not known.
+
+    A program that has no place begins when another has ended, and what it has to pool is then late for its slice.
+    The figures are those of NVIDIA's from the A100 on: 65,536 registers, given in blocks of 256 a warp, and 64 warps.
+
+    >>> resident(96, 4)
+    5
+    """
+    if not num_registers:
+        return 1
+    a_warp = -(-num_registers * 32 // 256) * 256
+    return max(1, min(65536 // (a_warp * warps), 64 // warps))
+
+
+class _Tables:
+    """The tables of a kernel on its device."""
+
+    def __init__(self, tiles: RowTiles, where: torch.device) -> None:
+        import torch
+
+        self.tiles, self.slice_tiles = (torch.from_numpy(a.copy()).to(where) for a in (tiles.tiles, tiles.slice_tiles))
+        self.counters = torch.zeros(max(1, len(tiles.slices)), dtype=torch.int64, device=where)
+        self.no_flags = torch.zeros_like(self.counters)

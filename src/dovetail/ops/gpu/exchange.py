@@ -1,0 +1,202 @@
+"""What a GPU and its peers in host memory send each other: rows, cut into slices, as plans.
+
+Owns where every byte of an operator's output goes, and the memory of both sides; it computes and launches nothing. The
+same exchange gives the plan of slices behind flags and the one of whole pieces, so both move the same bytes.
+
+Rank 0 is the GPU. It computes `y`, its rows grouped by destination, and sends rows `send[j]` to rank j; peer j sends
+`receive[j]` rows. Nothing is moved inside the GPU: rows for the GPU itself stay in `y` (on NVIDIA a copy there would be
+a kernel), and between two peers nothing is moved at all: only what crosses the GPU's link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dovetail.ops.gpu.tiles import DESTINATION, END, FIRST, RowTiles
+from dovetail.plan.build.sliced import Done, Own, Slice, sliced_all_to_all
+from dovetail.plan.plan import ABSENT, Plan
+
+if TYPE_CHECKING:
+    import torch
+
+GPU = 0
+#: A slice is worth its wait and its copy from about this size on.
+LEAST_SLICE_BYTES = 1 << 20
+#: Slices of all that is sent, if nothing else is asked for.
+NUM_SLICES = 24
+
+
+class Pace(StrEnum):
+    """When the rows of peers that are only memory are there."""
+
+    STEP = "step"  #: in step with the GPU, as those of ranks that compute the same
+    START = "start"  #: all of them when the run begins
+
+
+def slice_rows_of(rows: int, row_bytes: int, tile_rows: int = 1, num_slices: int = NUM_SLICES) -> int:
+    """Rows of a slice: about `num_slices` in all, none below a megabyte, whole tiles.
+
+    >>> slice_rows_of(12288, 16384, 128)
+    512
+    """
+    wanted = max(rows / num_slices, LEAST_SLICE_BYTES / max(row_bytes, 1))
+    return max(1, round(wanted / tile_rows)) * tile_rows
+
+
+class Slices(NamedTuple):
+    """What leaves the GPU, in the order in which it is computed, and what arrives."""
+
+    leaving: list[Slice]
+    arriving: list[Slice]
+    follows: list[int]  #: of each that arrives: the one that leaves when it is there; empty if all are at the start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """Who sends how many rows, and how wide they are."""
+
+    send: tuple[int, ...]  #: rows of the GPU for each rank; `send[0]` stay
+    receive: tuple[int, ...]  #: rows of each rank for the GPU; `receive[0]` is `send[0]`
+    row_bytes: tuple[int, ...]  #: width of the rows that each rank computes
+    side_by_side: bool = False  #: an output has the rows of all ranks side by side (embeddings)
+
+    def __post_init__(self) -> None:
+        world = len(self.send)
+        if world < 1 or not len(self.receive) == len(self.row_bytes) == world:
+            raise ValueError(f"send {self.send}, receive {self.receive} and row_bytes {self.row_bytes} name all ranks")
+        if min(*self.send, *self.receive, *self.row_bytes, 0) < 0 or self.send[GPU] != self.receive[GPU]:
+            given = f"send {self.send}, receive {self.receive}, row_bytes {self.row_bytes}"
+            raise ValueError(f"{given}: nothing is negative, and what stays is in both")
+        if self.side_by_side and len(set(self.receive)) > 1:
+            raise ValueError(f"rows side by side are as many from every rank, not {self.receive}")
+        if not self.side_by_side and len(set(self.row_bytes)) > 1:
+            raise ValueError(f"rows below each other are of one width, not {self.row_bytes}")
+
+    @property
+    def world(self) -> int:
+        """Ranks."""
+        return len(self.send)
+
+    @property
+    def peers(self) -> frozenset[int]:
+        """All but the GPU."""
+        return frozenset(range(1, self.world))
+
+    @property
+    def out_bytes(self) -> int:
+        """Over the link, from the GPU."""
+        return sum(self.send[1:]) * self.row_bytes[GPU]
+
+    @property
+    def in_bytes(self) -> int:
+        """Over the link, to the GPU."""
+        return sum(rows * width for rows, width in zip(self.receive[1:], self.row_bytes[1:], strict=True))
+
+    def y_bytes(self, rank: int) -> int:
+        """Of what a rank computes and this exchange moves; on the GPU with the rows that stay."""
+        return (sum(self.send) if rank == GPU else self.receive[rank]) * self.row_bytes[rank]
+
+    def output_bytes(self, rank: int) -> int:
+        """Of a rank's output; a peer's has only the rows of the GPU, unless all stand side by side."""
+        if self.side_by_side:
+            return (self.receive[GPU] if rank == GPU else self.send[rank]) * sum(self.row_bytes)
+        return (sum(self.receive) if rank == GPU else self.send[rank]) * self.row_bytes[rank]
+
+    def _target(self, source: int, destination: int) -> tuple[int, int]:
+        """Where a source's first row stands in an output, and the pitch."""
+        if self.side_by_side:
+            return sum(self.row_bytes[:source]), sum(self.row_bytes)
+        above = sum(self.receive[:source]) if destination == GPU else 0
+        return above * self.row_bytes[source], self.row_bytes[source]
+
+    def _slice(self, source: int, destination: int, first: int, begin: int, end: int) -> Slice:
+        """Rows [begin, end) of a source's y, whose rows for this destination begin at `first`."""
+        offset, pitch = self._target(source, destination)
+        width = self.row_bytes[source]
+        return Slice(
+            source=source, destination=destination, source_offset=begin * width, rows=end - begin, row_bytes=width,
+            destination_offset=offset + (begin - first) * pitch, destination_pitch=pitch, mover=GPU,
+        )  # fmt: skip
+
+    def _arriving(self, rows: int) -> Iterator[Slice]:
+        """What the peers send: the rank before the GPU first, since everybody sends to the rank behind it first."""
+        for source in range(self.world - 1, 0, -1):
+            total = self.receive[source]
+            for begin in range(0, total, rows):
+                yield self._slice(source, GPU, 0, begin, min(begin + rows, total))
+
+    def slices(self, tiles: RowTiles, pace: Pace | str = Pace.STEP) -> Slices:
+        """The slices of a table of tiles, and what the peers send, cut as they are."""
+        cuts = [(int(c[FIRST]), int(c[END]), int(c[DESTINATION])) for c in tiles.slices]
+        first = [sum(self.send[:to]) for to in range(self.world)]
+        leaving = [self._slice(GPU, to, first[to], begin, end) for begin, end, to in cuts]
+        arriving = list(self._arriving(max((end - begin for begin, end, _ in cuts), default=1)))
+        remote = [k for k, piece in enumerate(leaving) if piece.destination != GPU]
+        follows: list[int] = []
+        if Pace(pace) is Pace.STEP and remote:  # the n-th of one for the n-th of the other, if there are as many
+            follows = [remote[-(-(n + 1) * len(remote) // len(arriving)) - 1] for n in range(len(arriving))]
+        return Slices(leaving, arriving, follows)
+
+    def sliced(self, tiles: RowTiles, *, pace: Pace | str = Pace.STEP, lanes: int = 1) -> Plan:
+        """Slices behind flags; flag k is that of slice k of the table. `lanes`: queues in each direction."""
+        leaving, arriving, follows = self.slices(tiles, pace)
+        after = {len(leaving) + n: k for n, k in enumerate(follows)}
+        return self._plan([*leaving, *arriving], after, ready=frozenset() if follows else self.peers, lanes=lanes)
+
+    def whole(self) -> Plan:
+        """The same bytes without a flag, a copy for each peer and direction; `y` is there when the run begins."""
+        first = [sum(self.send[:to]) for to in range(self.world)]
+        out = [self._slice(GPU, to, first[to], first[to], first[to] + self.send[to]) for to in range(1, self.world)]
+        return self._plan([*out, *self._arriving(max(1, *self.receive))], {}, ready=frozenset(range(self.world)))
+
+    def _plan(
+        self, slices: list[Slice], follows: dict[int, int], ready: frozenset[int], lanes: int = 1
+    ) -> Plan:  # fmt: skip
+        ranks = range(self.world)
+        return sliced_all_to_all(
+            self.world, slices, y_bytes=[self.y_bytes(r) for r in ranks], own=Own.LEFT, done=Done.END, ready=ready,
+            output_bytes=[self.output_bytes(r) for r in ranks], follows=follows, lanes=lanes,
+        )  # fmt: skip
+
+
+class Buffers:
+    """The memory of an exchange: `y` and `output` of every rank, bytes."""
+
+    def __init__(self, exchange: Exchange, take: Callable[[str, int], torch.Tensor]) -> None:
+        """`take`: bytes of "device" or pinned "host" memory."""
+        kinds = ["device" if rank == GPU else "host" for rank in range(exchange.world)]
+        self.exchange = exchange
+        self.y = [take(kind, max(1, exchange.y_bytes(r))) for r, kind in enumerate(kinds)]
+        self.output = [take(kind, max(1, exchange.output_bytes(r))) for r, kind in enumerate(kinds)]
+
+    def of(self, plan: Plan, y: torch.Tensor | None = None) -> dict[tuple[int, str], Any]:
+        """By the names that a plan has for them; `y`: another one of the GPU."""
+        given = {"y": self.y, "input": self.y, "output": self.output}
+        found = {
+            (rank, buffer.name): given[buffer.name][rank]
+            for buffer in plan.buffers
+            for rank in range(plan.world)
+            if buffer.sizes[rank] not in (ABSENT, 0)
+        }
+        if y is not None:
+            found |= {key: y for key in found if key[0] == GPU and key[1] != "output"}
+        return found
+
+    def crossed(self, where: torch.device | None = None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(what was sent, what arrived) of each pair over the link, as rows of bytes: to a peer, from it, to the next.
+
+        `y` is taken as it is now. `where`: both are brought there, each tensor in one copy.
+        """
+        e = self.exchange
+        y, output = ([t if where is None else t.to(where) for t in side] for side in (self.y, self.output))
+        for peer in range(1, e.world):
+            for source, destination in ((GPU, peer), (peer, GPU)):
+                rows = e.send[peer] if source == GPU else e.receive[peer]
+                first = sum(e.send[:peer]) if source == GPU else 0
+                width, there = e.row_bytes[source], output[destination]
+                offset, pitch = e._target(source, destination)
+                sent = y[source][first * width : (first + rows) * width].view(rows, width)
+                yield sent, there.as_strided((rows, width), (pitch, 1), there.storage_offset() + offset)

@@ -1,0 +1,1 @@
+"""Triton kernels of the fused operators, jit code only. Launchers lie in `dovetail.ops.gpu`."""

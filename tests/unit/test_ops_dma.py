@@ -1,0 +1,483 @@
+"""Slices behind flags on the stand-in driver: a thread plays the computation; spoiled memory, lost waits, failures."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dovetail.errors import DovetailError, HardwareError, NotSupported, PlanError, Timeout
+from dovetail.hw.gpu.device import Device
+from dovetail.hw.gpu.driver import WAIT, WORD
+from dovetail.hw.gpu.heap import Heap
+from dovetail.hw.gpu.words import VALUE_BITS
+from dovetail.ops.gpu.decomposed import Chunked, How, Unfused
+from dovetail.ops.gpu.dma import DmaEmbedding, DmaGemm, Flags, SlicedRun, embedding_exchange, gemm_exchange, resident
+from dovetail.ops.gpu.exchange import Buffers, Exchange, Pace, slice_rows_of
+from dovetail.ops.gpu.tiles import RowTiles, row_tiles
+from dovetail.plan import Op, Plan, SignalKind, passes
+from dovetail.plan.check import check
+
+from .gpulib import Control, until
+from .planlib import find, rejection, without
+
+#: fp16 NaN in every second byte's place: what nobody wrote shows.
+POISON = 0xFF
+
+
+@pytest.fixture(scope="module")
+def control() -> Control:
+    return Control()
+
+
+@pytest.fixture
+def device(control: Control) -> Iterator[Device]:
+    control.reset()
+    made = control.device()
+    yield made
+    control.reset()
+    made.close()
+
+
+@pytest.fixture
+def heaps(device: Device) -> Iterator[dict[str, Heap]]:
+    made = {kind: Heap(device, kind, segment_bytes=1 << 20) for kind in ("device", "host")}
+    yield made
+    for heap in made.values():
+        heap.close()
+
+
+def buffers_of(exchange: Exchange, heaps: dict[str, Heap]) -> Buffers:
+    return Buffers(exchange, lambda kind, size: heaps[kind].empty((size,), torch.uint8))
+
+
+GEMM = Exchange(send=(5, 3, 0, 9), receive=(5, 2, 7, 4), row_bytes=(16,) * 4)
+EMBEDDING = Exchange(send=(6, 4, 5, 3), receive=(6,) * 4, row_bytes=(8, 4, 12, 8), side_by_side=True)
+SHAPES = pytest.mark.parametrize("exchange", [GEMM, EMBEDDING], ids=["rows", "columns"])
+
+
+class Played:
+    """A computation: a thread that fills one slice after the other, with pauses, and stores the flags' words."""
+
+    def __init__(self, buffers: Buffers, tiles: RowTiles, seed: int = 0, *, shuffled: bool = True) -> None:
+        self.buffers, self.random = buffers, random.Random(seed)
+        self.leaving = tiles.slices[:, :2].tolist()
+        self.result = torch.empty_like(buffers.y[0])
+        self.shuffled, self.pause_s = shuffled, 0.002
+        self.begin = threading.Event()
+        self.begin.set()
+        self.thread: threading.Thread | None = None
+
+    def launch(self, flags: Flags, stream: int) -> None:
+        assert len(flags) == len(self.leaving)
+        assert flags.value == flags.base + 1
+        self.result = torch.from_numpy(np.frombuffer(self.random.randbytes(self.result.nbytes), np.uint8).copy())
+        self.result[self.result == POISON] = 1
+        self.thread = threading.Thread(target=self._run, args=(flags,))
+        self.thread.start()
+
+    def _run(self, flags: Flags) -> None:
+        assert self.begin.wait(20)
+        width = self.buffers.exchange.row_bytes[0]
+        order = list(range(len(self.leaving)))
+        if self.shuffled:
+            self.random.shuffle(order)
+        for k in order:
+            time.sleep(self.random.uniform(0, self.pause_s))
+            rows = slice(self.leaving[k][0] * width, self.leaving[k][1] * width)
+            self.buffers.y[0][rows] = self.result[rows]
+            ctypes.c_uint64.from_address(int(flags.addresses[k])).value = flags.value
+
+    def join(self) -> None:
+        assert self.thread is not None
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+
+def spoil(buffers: Buffers) -> None:
+    """Everything but what the peers have, which is new."""
+    for tensor in (buffers.y[0], *buffers.output):
+        tensor.fill_(POISON)
+    for tensor in buffers.y[1:]:
+        tensor.copy_(torch.randint(0, POISON, (tensor.numel(),), dtype=torch.uint8))
+
+
+def is_right(buffers: Buffers, computed: torch.Tensor) -> bool:
+    return torch.equal(buffers.y[0], computed) and all(torch.equal(there, sent) for sent, there in buffers.crossed())
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pace", list(Pace))
+@pytest.mark.parametrize(
+    "how", [{}, {"lanes": 2}, {"lanes": 2, "words_on_device": True}], ids=["one lane", "two lanes", "words on device"]
+)
+@pytest.mark.parametrize("order", ["remote", "local"])
+@SHAPES
+def test_slices_arrive(
+    device: Device, heaps: dict[str, Heap], exchange: Exchange, order: str, pace: Pace, how: dict[str, Any]
+) -> None:
+    tiles = row_tiles(exchange.send, 0, 2, slice_rows=2, order=order)
+    plan = exchange.sliced(tiles, pace=pace, lanes=how.get("lanes", 1))
+    check(passes.entry(plan))
+    buffers = buffers_of(exchange, heaps)
+    stream = device.driver.stream_create()
+    with SlicedRun(device, plan, buffers.of(plan), host_ranks=exchange.peers, **how) as run:
+        assert run.num_flags == len(tiles.slices)
+        for seed in range(4):
+            compute = Played(buffers, tiles, seed)
+            spoil(buffers)
+            run.start(compute, stream).wait(20)
+            compute.join()
+            device.driver.stream_synchronize(stream)
+            assert is_right(buffers, compute.result), seed
+    device.driver.stream_destroy(stream)
+
+
+class Case:
+    """One exchange with slices of two rows, everything made."""
+
+    def __init__(self, device: Device, heaps: dict[str, Heap], exchange: Exchange = GEMM, **how: Any) -> None:
+        self.device, self.exchange = device, exchange
+        self.tiles = row_tiles(exchange.send, 0, 2, slice_rows=2)
+        self.plan: Plan = how.pop("plan", None) or exchange.sliced(self.tiles, pace=how.pop("pace", Pace.STEP))
+        self.buffers = buffers_of(exchange, heaps)
+        self.stream = device.driver.stream_create()
+        self.run = SlicedRun(device, self.plan, self.buffers.of(self.plan), host_ranks=exchange.peers, **how)
+        spoil(self.buffers)
+
+    def played(self, seed: int = 0, **how: Any) -> Played:
+        return Played(self.buffers, self.tiles, seed, **how)
+
+    def arrived(self) -> list[bool]:
+        """Has all of it, of each pair?"""
+        return [bool((there != POISON).all()) for _, there in self.buffers.crossed()]
+
+    @property
+    def untouched(self) -> bool:
+        return all(bool((there == POISON).all()) for _, there in self.buffers.crossed() if there.numel())
+
+    def __enter__(self) -> Case:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.run.close()
+        self.run.close()
+        self.device.driver.stream_destroy(self.stream)
+
+
+def test_copies_begin_while_it_computes(device: Device, heaps: dict[str, Heap]) -> None:
+    """The first peer has its rows while the last slice of another is still to come."""
+    with Case(device, heaps) as case:
+        compute = case.played(shuffled=False)
+        slow, last = threading.Event(), len(case.tiles.slices) - 1
+
+        class Slow(Played):
+            def _run(self, flags: Flags) -> None:
+                whole, self.leaving = self.leaving, self.leaving[:last]
+                super()._run(flags)
+                assert slow.wait(20)
+                self.leaving = whole
+                rows = slice(whole[last][0] * 16, whole[last][1] * 16)
+                self.buffers.y[0][rows] = self.result[rows]
+                ctypes.c_uint64.from_address(flags.words[last]).value = flags.value
+
+        compute = Slow(case.buffers, case.tiles, 1, shuffled=False)
+        ticket = case.run.start(compute, case.stream)
+        until(lambda: case.arrived() == [True] * 6)  # the last slice stays on the GPU
+        assert not ticket.is_over()
+        slow.set()
+        ticket.wait(20)
+        compute.join()
+        assert is_right(case.buffers, compute.result)
+
+
+def test_the_stream_goes_on_behind_both(device: Device, heaps: dict[str, Heap]) -> None:
+    probe = heaps["device"].empty((8,), torch.uint8)
+    probe.zero_()
+    with Case(device, heaps) as case:
+        compute = case.played()
+        compute.begin.clear()
+        ticket = case.run.start(compute, case.stream)
+        device.driver.fill(probe.data_ptr(), 7, 8, case.stream)
+        time.sleep(0.05)
+        assert not probe.any()
+        assert case.untouched  # nothing moves before a flag, what the peers send is in step
+        compute.begin.set()
+        device.driver.stream_synchronize(case.stream)
+        assert ticket.is_over()
+        assert (probe == 7).all()
+        compute.join()
+        assert is_right(case.buffers, compute.result)
+
+
+def test_peers_that_are_ready_come_at_once(device: Device, heaps: dict[str, Heap]) -> None:
+    with Case(device, heaps, pace=Pace.START) as case:
+        compute = case.played()
+        compute.begin.clear()
+        ticket = case.run.start(compute, case.stream)
+        until(lambda: case.arrived()[1::2] == [True] * 3)
+        assert not any(done and there.numel() for done, (_, there) in zip(
+            case.arrived()[::2], list(case.buffers.crossed())[::2], strict=True))  # fmt: skip
+        compute.begin.set()
+        ticket.wait(20)
+        compute.join()
+
+
+@SHAPES
+def test_a_lost_wait_is_found(device: Device, heaps: dict[str, Heap], exchange: Exchange, monkeypatch: Any) -> None:
+    """By the checker, and, where nobody checks, by what arrives."""
+    plan = exchange.sliced(row_tiles(exchange.send, 0, 2, slice_rows=2))
+    flags = [
+        at for at in find(plan, Op.WAIT)
+        if plan.signals[plan.queues[at[0]].steps["signal"][at[1]]].kind is SignalKind.IMPORTED
+    ]  # fmt: skip
+    sends = [at for at in flags if plan.queues[at[0]].steps["op"][at[1] + 1] != Op.WAIT][:3]
+    for at in flags:
+        assert rejection(passes.entry(without(plan, *at))) is not None
+    monkeypatch.setenv("DOVETAIL_CHECK", "1")
+    with pytest.raises(PlanError):
+        Case(device, heaps, exchange, plan=without(plan, *sends[0]))
+    monkeypatch.setenv("DOVETAIL_CHECK", "0")
+    with Case(device, heaps, exchange, plan=without(plan, *sends[0])) as case:
+        compute = case.played()
+        compute.begin.clear()
+        ticket = case.run.start(compute, case.stream)
+        time.sleep(0.05)
+        compute.begin.set()
+        ticket.wait(20)
+        compute.join()
+        assert not is_right(case.buffers, compute.result)
+
+
+# --- failures --------------------------------------------------------------------------------------------------------
+
+
+class Fails(Played):
+    """Raises some flags, then an error."""
+
+    def launch(self, flags: Flags, stream: int) -> None:
+        for address in flags.words:
+            ctypes.c_uint64.from_address(address).value = flags.value
+        raise RuntimeError("no kernel image")
+
+
+def test_a_launch_that_fails_leaves_nothing_behind(control: Control, device: Device, heaps: dict[str, Heap]) -> None:
+    with Case(device, heaps, timeout_s=20) as case:
+        bases = []
+        for seed in range(3):
+            with pytest.raises(RuntimeError, match="no kernel image"):
+                case.run.start(Fails(case.buffers, case.tiles), case.stream)
+            assert control.parked() == 0
+            assert case.untouched
+            compute = case.played(seed)
+            compute.begin.clear()
+            ticket = case.run.start(compute, case.stream)
+            bases.append(ticket.base >> VALUE_BITS)
+            time.sleep(0.02)
+            assert case.untouched  # flags of a failed launch do not release the next run
+            compute.begin.set()
+            ticket.wait(20)
+            compute.join()
+            assert is_right(case.buffers, compute.result)
+            spoil(case.buffers)
+        assert bases == [2, 4, 6]
+
+
+def test_copies_that_can_not_be_issued(control: Control, device: Device, heaps: dict[str, Heap]) -> None:
+    """What was issued is opened, so that streams drain; there is no other run over these buffers."""
+    with Case(device, heaps, timeout_s=20) as case:
+        compute = case.played()
+        compute.begin.clear()
+        control.set(FAIL="cuMemcpyAsync:700:3")
+        with pytest.raises(HardwareError, match="700"):
+            case.run.start(compute, case.stream)
+        control.set(FAIL="")
+        until(lambda: control.parked() == 0)
+        compute.begin.set()
+        compute.join()
+        with pytest.raises(DovetailError, match="an earlier run was not issued as a whole"):
+            case.run.start(compute, case.stream)
+
+
+def test_a_flag_that_nobody_raises(control: Control, device: Device, heaps: dict[str, Heap]) -> None:
+    with Case(device, heaps, timeout_s=0.3) as case:
+        compute = case.played(shuffled=False)
+        compute.leaving = compute.leaving[:-1]
+        compute.launch = lambda flags, stream: Played.launch(  # type: ignore[method-assign]
+            compute, Flags(flags.addresses[:-1], flags.words[:-1], flags.base, flags.value), stream
+        )
+        ticket = case.run.start(compute, case.stream)
+        last = len(case.tiles.slices) - 1
+        with pytest.raises(Timeout, match=f"signal 'slice {last}' was not raised"):
+            ticket.wait(20)
+        compute.join()
+        device.driver.stream_synchronize(case.stream)
+        assert control.parked() == 0
+
+
+def test_a_capturing_stream_is_refused(device: Device, heaps: dict[str, Heap]) -> None:
+    with Case(device, heaps) as case:
+        device.driver.graph_begin(case.stream)
+        with pytest.raises(NotSupported, match="is capturing a graph"):
+            case.run.start(case.played(), case.stream)
+        device.driver.graph_destroy(device.driver.graph_end(case.stream))
+
+
+def test_wrong_buffers_are_refused_at_once(device: Device, heaps: dict[str, Heap]) -> None:
+    plan = GEMM.sliced(row_tiles(GEMM.send, 0, 2, slice_rows=2))
+    given = buffers_of(GEMM, heaps).of(plan)
+    given.pop((1, "output"))
+    with pytest.raises(ValueError, match="missing: .*'output'"):
+        SlicedRun(device, plan, given, host_ranks=GEMM.peers)
+
+
+# --- the rivals ------------------------------------------------------------------------------------------------------
+
+
+class InStream:
+    """An operator whose rows come late: copies inside the device, in the order of a stream."""
+
+    def __init__(self, device: Device, buffers: Buffers, heaps: dict[str, Heap], stream: int) -> None:
+        self.device, self.buffers, self.stream = device, buffers, stream
+        self.result = heaps["device"].empty((buffers.y[0].numel(),), torch.uint8)
+        self.fresh(0)
+
+    def fresh(self, seed: int) -> None:
+        self.result.copy_(torch.randint(0, POISON, self.result.shape, generator=torch.Generator().manual_seed(seed)))
+
+    def __call__(self, begin: int, end: int) -> torch.Tensor:
+        width = self.buffers.exchange.row_bytes[0]
+        rows = slice(begin * width, end * width)
+        to, of = self.buffers.y[0][rows], self.result[rows]
+        if to.numel():
+            self.device.driver.copy(to.data_ptr(), of.data_ptr(), to.numel(), self.stream)
+        return to
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("form", ["unfused", *How])
+@SHAPES
+def test_the_rivals_move_the_same(
+    control: Control, device: Device, heaps: dict[str, Heap], exchange: Exchange, form: str, lanes: int
+) -> None:
+    control.set(DELAY_US=200)
+    buffers, stream = buffers_of(exchange, heaps), device.driver.stream_create()
+    rows = InStream(device, buffers, heaps, stream)
+    made = Unfused(device, buffers) if form == "unfused" else Chunked(device, buffers, 2, how=form, lanes=lanes)
+    for seed in range(4):
+        rows.fresh(seed)
+        spoil(buffers)
+        ticket = made.start(rows, stream)
+        device.driver.stream_synchronize(stream)
+        if ticket is not None:
+            ticket.wait(20)
+        assert is_right(buffers, rows.result), seed
+    made.close()
+    made.close()
+    device.driver.stream_destroy(stream)
+
+
+def test_a_chunk_needs_its_event(device: Device, heaps: dict[str, Heap], monkeypatch: Any) -> None:
+    """The operator stands behind a gate: without events the copies run ahead of it."""
+    buffers, stream = buffers_of(GEMM, heaps), device.driver.stream_create()
+    rows, made = InStream(device, buffers, heaps, stream), Chunked(device, buffers, 2)
+    spoil(buffers)
+    gate, word = device.pinned(64), np.zeros(1, WORD)
+    word["kind"], word["address"], word["value"] = WAIT, gate.address, 1
+    device.driver.stream_words(word, stream)
+    monkeypatch.setattr(device.driver, "stream_wait_event", lambda stream, event: None)
+    made.start(rows, stream)
+    for each in made._streams:
+        device.driver.stream_synchronize(each)
+    gate.array.view(np.uint64)[0] = 1
+    device.driver.stream_synchronize(stream)
+    assert not is_right(buffers, rows.result)
+    made.close()
+
+
+# --- operators: all but the kernels -----------------------------------------------------------------------------------
+
+
+def test_a_product_is_held_against_what_was_planned(device: Device, heaps: dict[str, Heap]) -> None:
+    exchange = gemm_exchange((10, 3), (4, 3), torch.float32, (4, 6), (4, 5))
+    buffers = buffers_of(exchange, heaps)
+    made = DmaGemm(device, buffers, (10, 3), (4, 3), torch.float32, slice_rows=3)
+    assert made.tiles.slices[:, :3].tolist() == [[4, 7, 1], [7, 10, 1], [0, 3, 0], [3, 4, 0]]
+    assert made.y.shape == (10, 4)
+    x, w = torch.randn(10, 3), torch.randn(4, 3)
+    for wrong in ((x[:9], w), (x, w.double()), (torch.randn(3, 10).t(), w)):
+        with pytest.raises(ValueError, match=r"this one was made for \((10|4), 3\) of torch.float32, contiguous"):
+            made.start(*wrong, 0)
+    with pytest.raises(ValueError, match="all of M rows are sent"):
+        gemm_exchange((10, 3), (4, 3), torch.float32, (4, 5), (4, 5))
+    made.close()
+
+
+def test_bags_are_held_against_what_was_planned(device: Device, heaps: dict[str, Heap]) -> None:
+    exchange = embedding_exchange([2, 3], 4, torch.float32, [5, 6])
+    assert (exchange.row_bytes, exchange.receive, exchange.out_bytes) == ((32, 48), (5, 5), 6 * 32)
+    buffers = buffers_of(exchange, heaps)
+    weights = [torch.randn(7, 4), torch.randn(9, 4)]
+    made = DmaEmbedding(device, buffers, weights, slice_rows=4)
+    assert made.y.shape == (11, 2, 4)
+    with pytest.raises(ValueError, match="22 offsets for 2 tables and 11 bags of each: one for each bag"):
+        made.start(torch.zeros(3, dtype=torch.int64), torch.zeros(22, dtype=torch.int64), 0)
+    made.check()
+    made._error.fill_(3)
+    with pytest.raises(IndexError, match=r"values\[2\] names a row"):
+        made.check()
+    made.check()
+    made.close()
+    for wrong, message in (
+        ({"mode": "max"}, "mode 'max'"), ({"weights": weights[:1]}, "1 tables of dim 4"),
+        ({"weights": [weights[0], torch.randn(2, 3)]}, "one dim and dtype"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            DmaEmbedding(device, buffers, **({"weights": weights} | wrong))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"send": (1, 2), "receive": (1,)}, "name all ranks"),
+        ({"send": (1, 2), "receive": (2, 2)}, "what stays is in both"),
+        ({"send": (1, -2), "receive": (1, 2)}, "nothing is negative"),
+        ({"row_bytes": (4, 8)}, "of one width"),
+        ({"side_by_side": True, "receive": (1, 3)}, "as many from every rank"),
+    ],
+)
+def test_exchanges_that_can_not_be(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Exchange(**({"send": (1, 2), "receive": (1, 2), "row_bytes": (4, 4)} | given))
+
+
+def test_what_peers_send_is_in_step() -> None:
+    """As many slices: the n-th with the n-th, the rank before the GPU first; fewer or more: spread evenly."""
+    tiles = row_tiles((2, 4, 4), 0, 2, slice_rows=2)
+    even = Exchange(send=(2, 4, 4), receive=(2, 4, 4), row_bytes=(8,) * 3).slices(tiles)
+    assert [s.source for s in even.arriving] == [2, 2, 1, 1]
+    assert even.follows == [0, 1, 2, 3]
+    assert Exchange(send=(2, 4, 4), receive=(2, 2, 2), row_bytes=(8,) * 3).slices(tiles).follows == [1, 3]
+    more = Exchange(send=(2, 4, 4), receive=(2, 8, 8), row_bytes=(8,) * 3).slices(tiles)
+    assert more.follows == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert more.leaving[4].destination == 0
+
+
+def test_slices_are_whole_tiles_of_a_megabyte_or_more() -> None:
+    assert slice_rows_of(12288, 16384, 128) == 512
+    assert slice_rows_of(100, 16384, 128) == 128
+    assert slice_rows_of(1 << 20, 1 << 10, 8, num_slices=1 << 12) == 1024
+    assert slice_rows_of(0, 0, 4) % 4 == 0
+
+
+def test_programs_that_fit() -> None:
+    assert [resident(regs, warps) for regs, warps in ((0, 4), (32, 4), (96, 4), (255, 8), (20, 1))] == [1, 16, 5, 1, 64]
