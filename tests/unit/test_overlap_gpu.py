@@ -14,11 +14,12 @@ import torch
 from tests import standin
 
 from dovetail.errors import HardwareError, NotSupported
+from dovetail.hw.gpu import tensors
 from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.driver import WAIT, WORD, SourceOrder, Words
 from dovetail.hw.gpu.heap import Heap
 from dovetail.hw.gpu.hip import HipDriver
-from dovetail.overlap import Call, Load, LocalCommunication, Mover, Runtime, Setting, Strategy, Traffic, policy
+from dovetail.overlap import Call, Load, LocalCommunication, Mover, Runtime, Setting, Strategy, Traffic, policy, trials
 from dovetail.overlap.gpu import GpuPlace
 from dovetail.overlap.runtime import ROUNDS_BEFORE_KEPT
 from dovetail.overlap.timing import GpuTimer
@@ -617,6 +618,52 @@ def test_a_captured_run_is_not_timed(control: Control, two: Two) -> None:
             outcome = runtime.run(lambda: two.fill(two.result, 1, two.main), comm)
             driver.stream_synchronize(two.main)
         assert outcome.reason.startswith("measured: ")
+
+
+def test_a_kept_pair_is_captured_at_any_count(
+    control: Control, two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each eighth run is timed and each 64th decides: a captured one does neither, and a plain one asks for nothing."""
+    monkeypatch.setattr(trials, "DEMOTED", 1e9)
+    driver, comm = two.device.driver, Captured(two)
+    with InMain(two) as runtime:
+
+        def run() -> Any:
+            outcome = runtime.run(Call(lambda: two.fill(two.result, 1, two.main), Load(name="known")), comm)
+            driver.stream_synchronize(two.main)
+            return outcome
+
+        for _ in range(ROUNDS_BEFORE_KEPT + 2):
+            kept = run().setting
+        asked = []
+        for _ in range(70):
+            driver.graph_begin(two.main)
+            control.calls()
+            captured = runtime.run(Call(lambda: None, Load(name="known")), comm)
+            calls = control.calls()
+            driver.graph_destroy(driver.graph_end(two.main))
+            assert captured.setting == kept
+            assert not [line for line in calls if "EventQuery" in line or "Elapsed" in line]
+            assert len([line for line in calls if "EventRecord" in line]) <= 2  # none for times
+            control.calls()
+            assert run().setting == kept
+            asked.append(sum("IsCapturing" in line for line in control.calls()))
+        assert 0 < sum(asked) < len(asked)
+
+
+def test_the_current_stream_by_torchs_short_way(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found when torch sees the GPU; until then as everywhere."""
+    place = two.place
+    assert place.current_stream() == 0
+    monkeypatch.setattr(tensors, "current_stream", lambda index: 70 + index)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 80 + index, raising=False)
+    assert place.current_stream() == 70
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert [place.current_stream() for _ in range(2)] == [70, 80]
+    other = GpuPlace(two.device)
+    monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream")
+    assert [other.current_stream() for _ in range(2)] == [70, 70]
+    other.close()
 
 
 def test_events_of_failed_runs_are_given_back(control: Control, two: Two) -> None:

@@ -90,6 +90,22 @@ def test_one_setting_needs_no_trial() -> None:
     assert not trials.is_due
 
 
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_plain_run_is_one_of_the_kept_setting_and_nothing_else(number: int) -> None:
+    trials, plain = Trials(ALL[:number]), []
+    for _ in range(400):
+        is_plain, is_due = trials.is_plain, trials.is_due
+        if is_due:
+            trials.decide(trials.figures())
+        setting = trials.next()
+        if trials.wants_time:
+            trials.note(setting, 100.0)
+        plain.append(is_plain)
+        assert not is_plain or (setting is trials.kept and not is_due and not trials.wants_time)
+    assert not any(plain[: ROUNDS * number]) or number == 1
+    assert 0.8 < sum(plain[100:]) / 300 < 7 / 8 + 0.01
+
+
 def test_a_setting_without_a_time_is_not_kept() -> None:
     trials = Trials(ALL)
     for _ in range(ROUNDS * len(ALL)):

@@ -7,11 +7,12 @@ comes behind both. The computation stays in the caller's stream unless it is giv
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from dovetail.errors import NotSupported
+from dovetail.hw.gpu import tensors
 from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.driver import Share
 from dovetail.overlap.strategy import COMMUNICATION_FIRST, PARTITIONED, Setting, Strategy
@@ -38,6 +39,8 @@ class GpuPlace:
         self.stream = 0  #: where a computation is to be launched: torch's current stream too, if torch sees the GPU
         self._plain = self._driver.stream_create()
         self._urgent = self._driver.stream_create(priority=min(self._driver.stream_priorities()))
+        self._event = self._driver.event_create()
+        self._raw_stream: Callable[[int], int] | None = None
         self._shares: dict[int, tuple[Share, Share]] = {}
         self._lanes: dict[Setting, Lanes] = {}
         self._torch_streams: dict[int, Any] = {}
@@ -116,10 +119,7 @@ class GpuPlace:
             if mark:
                 mark(Side.COMM, main)
             return Launched(value, pending)
-        order = self.device.order
-        order(main, there)
-        if here != main:
-            order(main, here)
+        self._fork(main, there, here)
         try:
             if setting.strategy in COMMUNICATION_FIRST:
                 pending = comm.start(mover, stream=there, cores=cores)
@@ -131,9 +131,7 @@ class GpuPlace:
                 mark(Side.COMPUTE, here)
                 mark(Side.COMM, there)
         finally:  # whoever fails, the caller's stream comes behind what was begun
-            if here != main:
-                order(here, main)
-            order(there, main)
+            self._join(main, there, here)
         return Launched(value, pending)
 
     @contextlib.contextmanager
@@ -147,10 +145,7 @@ class GpuPlace:
             yield launched
             launched.pending = comm.start(mover, stream=main, cores=cores)
             return
-        order = self.device.order
-        order(main, there)
-        if here != main:
-            order(main, here)
+        self._fork(main, there, here)
         self.stream = here
         try:
             launched.pending = comm.start(mover, stream=there, cores=cores)
@@ -160,9 +155,27 @@ class GpuPlace:
                 with self.current(here):
                     yield launched
         finally:
-            if here != main:
-                order(here, main)
-            order(there, main)
+            self._join(main, there, here)
+
+    def _fork(self, main: int, there: int, here: int) -> None:
+        """What both lanes are given from now on comes after what `main` was given.
+
+        A wait is for what was recorded when it was asked for, so one event does for all, again and again.
+        """
+        driver, event = self._driver, self._event
+        driver.event_record(event, main)
+        driver.stream_wait_event(there, event)
+        if here != main:
+            driver.stream_wait_event(here, event)
+
+    def _join(self, main: int, there: int, here: int) -> None:
+        """What `main` is given from now on comes after what both lanes were given."""
+        driver, event = self._driver, self._event
+        if here != main:
+            driver.event_record(event, here)
+            driver.stream_wait_event(main, event)
+        driver.event_record(event, there)
+        driver.stream_wait_event(main, event)
 
     def _compute(self, compute: Computation, stream: int, main: int) -> Any:
         self.stream = stream
@@ -170,6 +183,20 @@ class GpuPlace:
             return compute()
         with self.current(stream):
             return compute()
+
+    def current_stream(self) -> int:
+        """torch's, where torch sees the GPU; else the default one, 0.
+
+        By torch's short way to it: 0.2 us, where `torch.cuda.current_stream` takes 4 (pytorch/pytorch#78165).
+        """
+        raw_stream = self._raw_stream
+        if raw_stream is not None:
+            return raw_stream(self.device.index)
+        import torch
+
+        if torch.cuda.is_available():
+            self._raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        return tensors.current_stream(self.device.index)
 
     @contextlib.contextmanager
     def current(self, stream: int) -> Iterator[None]:
@@ -195,7 +222,9 @@ class GpuPlace:
         for shares in self._shares.values():
             for share in shares:
                 share.close()
-        self._plain = self._urgent = 0
+        if self._event:
+            self._driver.event_destroy(self._event)
+        self._plain = self._urgent = self._event = 0
         self._shares, self._lanes, self._torch_streams = {}, {}, {}
 
     def __enter__(self) -> GpuPlace:

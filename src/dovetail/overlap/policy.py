@@ -13,6 +13,7 @@ and only figures of the kind "local" hold.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from typing import NamedTuple
 from dovetail.measure.sizes import format_bytes
 from dovetail.overlap import ideal
 from dovetail.overlap.strategy import ALL, BY_ENGINES, PARTITIONED, Setting, Strategy
-from dovetail.overlap.tables import TUNE, Beside, Lines, Tables
+from dovetail.overlap.tables import TUNE, Beside, BySize, Spot, Tables, log_of, spot
 from dovetail.overlap.tasks import Bound, Load, Mover, Traffic
 
 #: From here on `dma` is the default where nothing was measured: four fifths of such a copy are copying (A, MI300X).
@@ -181,104 +182,161 @@ def choose(
     """
     if not available:
         raise ValueError("there must be a setting to choose from")
-    if not all(time_us >= 0 for time_us in (compute_us or 0.0, *(comm_us or {}).values())):
+    given = comm_us or {}
+    if not (compute_us is None or compute_us >= 0) or not all(time_us >= 0 for time_us in given.values()):
         raise ValueError(f"times cannot be negative: compute_us={compute_us}, comm_us={comm_us}")
     if tables is None:
         return _default(traffic, available, f"nothing was measured here (`{TUNE}` does)")
-    movers = {setting.moved_by for setting in available}
-    alone = {mover: known for mover in movers if (known := _comm_us(traffic, mover, comm_us or {}, tables))}
+    alone = _alone(traffic, given, tables, {setting.moved_by for setting in available})
     notes = []
     if compute_us is None:
         compute_us = min((time_us for time_us, _ in alone.values()), default=0.0)
         notes.append("the computation's time is not known: taken to be the communication's")
     if bound is None:
         notes.append("what bounds the computation is not known: the worse case")
-    found = (_predict(s, compute_us, alone, bound, traffic, tables) for s in dict.fromkeys(available))
-    ranked = sorted((p for p in found if p), key=lambda p: (p.time_us, ALL.index(p.setting.strategy)))
-    if not ranked:
+    key = (tuple(available), bound, *alone)
+    sheet = tables.served(key, traffic, lambda: _sheet(traffic, tables, available, bound, alone))
+    if not sheet.entries:
         return _default(traffic, available, f"nothing like it is in the {tables.source} (`{TUNE}` measures)")
-    return _ranking(ranked, traffic, available, tables, notes)
+    ranked = sorted(_predictions(sheet, compute_us, alone, traffic.size_bytes), key=_time_us)
+    return _ranking(ranked, traffic, sheet, tables, notes)
 
 
-def _comm_us(
-    traffic: Traffic, mover: Mover, given: Mapping[Mover, float], tables: Tables
-) -> tuple[float, tuple[str, ...]] | None:
-    """The time alone, and what to note of it."""
-    if mover in given:
-        return given[mover], ()
-    known = tables.comm_us(traffic, mover)
-    return (known.value, _other_kind(traffic, known.kind)) if known else None
+_Alone = Mapping[Mover, tuple[float, tuple[str, ...]]]  # the time of the communication, and what to note of it
+_time_us = operator.attrgetter("time_us")
 
 
-def _predict(
-    setting: Setting,
-    compute_us: float,
-    alone: Mapping[Mover, tuple[float, tuple[str, ...]]],
-    bound: Bound | None,
-    traffic: Traffic,
-    tables: Tables,
-) -> Prediction | None:
-    """None if there are no figures, or if engines should work inside one GPU."""
-    mover = setting.moved_by
-    if mover not in alone or (traffic.local and setting.strategy in BY_ENGINES):
-        return None
-    comm_us, notes = alone[mover]
-    if setting.strategy is Strategy.SERIAL:
-        time_us: float | None = compute_us + comm_us
-    else:
-        every = [_together(setting, compute_us, comm_us, b, traffic, tables) for b in ([bound] if bound else Bound)]
-        known = [one for one in every if one]
-        time_us, more = max(known, default=(None, ()))
-        notes += more
-    if time_us is None:
-        return None
-    joules = tables.joules_per_gb.get(Mover.CORES if traffic.local else mover)
-    return Prediction(
-        setting=setting,
-        time_us=time_us,
-        joules=None if joules is None else joules * traffic.size_bytes / 1e9,
-        notes=notes,
-    )
+def _alone(traffic: Traffic, given: Mapping[Mover, float], tables: Tables, movers: Collection[Mover]) -> _Alone:
+    """What is known of the communication alone, by those of the movers of which something is."""
+    found: dict[Mover, tuple[float, tuple[str, ...]]] = {}
+    for mover, curve, notes in tables.served((), traffic, lambda: _curves(traffic, tables)):
+        if mover in movers:
+            if mover in given:
+                found[mover] = given[mover], ()
+            elif curve is not None:
+                found[mover] = curve.time_us(traffic.size_bytes), notes
+    return found
 
 
-def _together(
-    setting: Setting, compute_us: float, comm_us: float, bound: Bound, traffic: Traffic, tables: Tables
-) -> tuple[float, tuple[str, ...]] | None:
-    """Until both are over, and what to note of it.
+def _curves(traffic: Traffic, tables: Tables) -> list[tuple[Mover, BySize | None, tuple[str, ...]]]:
+    known = [(mover, tables.alone_by_size(traffic, mover)) for mover in Mover]
+    return [(mover, by[1], _other_kind(traffic, by[0])) if by else (mover, None, ()) for mover, by in known]
+
+
+def _predictions(sheet: _Sheet, compute_us: float, alone: _Alone, size_bytes: int) -> list[Prediction]:
+    """Of all entries, in their order."""
+    x = log_of(size_bytes)
+    spots = [spot(grid, x) for grid in sheet.grids]
+    found = []
+    for setting, mover, joules_per_gb, fits in sheet.entries:
+        comm_us, notes = alone[mover]
+        if fits:
+            time_us = -1.0
+            more: tuple[str, ...] = ()
+            for fit in fits:  # of two bounds the worse
+                one_us = _together(fit, spots, compute_us, comm_us)
+                if one_us > time_us or (one_us == time_us and fit.notes > more):
+                    time_us, more = one_us, fit.notes
+            notes += more
+        else:  # serial
+            time_us = compute_us + comm_us
+        joules = None if joules_per_gb is None else joules_per_gb * size_bytes / 1e9
+        found.append(Prediction(setting, time_us, joules, notes))
+    return found
+
+
+def _together(fit: _Fit, spots: Sequence[Spot], compute_us: float, comm_us: float) -> float:
+    """Until both are over.
 
     A partition that was not measured beside is estimated as C does, from the slowdowns by cores. A figure below 1 is
     noise, but for a computation that goes without some cores: one that waits for memory may gain by it.
     """
-    fit = tables.served((setting, bound), traffic, lambda: _fit(setting, bound, traffic, tables))
-    compute_own, comm_own = fit.compute_own, fit.comm_own
-    if fit.lines is None:
-        if setting.strategy not in PARTITIONED - BY_ENGINES or compute_own is None or comm_own is None:
-            return None
-        return max(compute_us * compute_own, comm_us * comm_own), fit.notes
-    compute, comm = fit.lines.at(traffic.size_bytes)
-    compute, comm = compute if setting.strategy in PARTITIONED else max(compute, 1.0), max(comm, 1.0)
-    compute_lasts = compute if compute_own is None else min(compute_own, compute)
-    comm_lasts = comm if comm_own is None else min(comm_own, comm)
-    time_us = ideal.together_us(
+    compute_own, comm_own, at, compute_line, comm_line, may_gain, _ = fit
+    if at is None:
+        return max(compute_us * compute_own, comm_us * comm_own)  # type: ignore[operator]
+    left, right, share = spots[at]  # as `between`, without its calls
+    rest = 1 - share
+    compute = compute_line[left] * rest + compute_line[right] * share
+    comm = comm_line[left] * rest + comm_line[right] * share
+    if compute < 1.0 and not may_gain:
+        compute = 1.0
+    if comm < 1.0:
+        comm = 1.0
+    compute_lasts = compute if compute_own is None or compute_own > compute else compute_own
+    comm_lasts = comm if comm_own is None or comm_own > comm else comm_own
+    return ideal.together_us(
         compute_us * compute_lasts, comm_us * comm_lasts, compute / compute_lasts, comm / comm_lasts
     )
-    return time_us, fit.notes
 
 
-@dataclass(frozen=True, slots=True)
-class _Fit:
-    """All that a setting's estimate needs and that does not depend on sizes and times: found out once."""
+class _Fit(NamedTuple):
+    """Of a setting beside what is bound so, all that does not depend on sizes and times."""
 
-    compute_own: float | None
+    compute_own: float | None  #: see `_own`
     comm_own: float | None
-    lines: Lines | None
+    at: int | None  #: the grid of the lines; None: only slowdowns by cores are known
+    compute: tuple[float, ...]
+    comm: tuple[float, ...]
+    may_gain: bool
     notes: tuple[str, ...]
 
 
-def _fit(setting: Setting, bound: Bound, traffic: Traffic, tables: Tables) -> _Fit:
+class _Entry(NamedTuple):
+    """A setting that has figures."""
+
+    setting: Setting
+    mover: Mover
+    joules_per_gb: float | None
+    fits: tuple[_Fit, ...]  #: for each bound that it may have; none of `serial`
+
+
+@dataclass(frozen=True, slots=True)
+class _Sheet:
+    """What an estimate of these settings needs and that does not depend on sizes and times: found out once.
+
+    A choice would take longer than it saves if it looked all of it up.
+    """
+
+    entries: tuple[_Entry, ...]  #: in the order of strategies, which decides between equal times
+    grids: tuple[tuple[float, ...], ...]  #: the sizes that lines have points at: most lines have them in common
+    unknown: tuple[Setting, ...]  #: those without figures
+
+
+def _sheet(
+    traffic: Traffic, tables: Tables, available: Iterable[Setting], bound: Bound | None, alone: Collection[Mover]
+) -> _Sheet:
+    """`alone`: the movers of which the time is known. Engines inside one GPU have no figures."""
+    every = sorted(dict.fromkeys(available), key=lambda setting: ALL.index(setting.strategy))
+    bounds = [bound] if bound else list(Bound)
+    grids: dict[tuple[float, ...], int] = {}
+    entries = []
+    for setting in every:
+        mover, is_serial = setting.moved_by, setting.strategy is Strategy.SERIAL
+        if mover not in alone or (traffic.local and setting.strategy in BY_ENGINES):
+            continue
+        known = [] if is_serial else [_fit(setting, each, traffic, tables, grids) for each in bounds]
+        fits = tuple(fit for fit in known if fit is not None)
+        if fits or is_serial:
+            joules_per_gb = tables.joules_per_gb.get(Mover.CORES if traffic.local else mover)
+            entries.append(_Entry(setting, mover, joules_per_gb, fits))
+    unknown = set(every) - {entry.setting for entry in entries}
+    return _Sheet(tuple(entries), tuple(grids), tuple(sorted(unknown, key=_standing)))
+
+
+def _fit(
+    setting: Setting, bound: Bound, traffic: Traffic, tables: Tables, grids: dict[tuple[float, ...], int]
+) -> _Fit | None:
+    """None if there are no figures. Notes its grid in `grids`."""
     lines = tables.like(setting, bound, traffic)
-    notes = _notes(setting, bound, traffic, lines.first) if lines else (f"{setting}: from slowdowns by cores",)
-    return _Fit(*_own(setting, bound, traffic, tables), lines, notes)
+    compute_own, comm_own = _own(setting, bound, traffic, tables)
+    may_gain = setting.strategy in PARTITIONED
+    if lines is None:
+        if setting.strategy not in PARTITIONED - BY_ENGINES or compute_own is None or comm_own is None:
+            return None
+        return _Fit(compute_own, comm_own, None, (), (), may_gain, (f"{setting}: from slowdowns by cores",))
+    at = grids.setdefault(lines.sizes, len(grids))
+    notes = _notes(setting, bound, traffic, lines.first)
+    return _Fit(compute_own, comm_own, at, lines.compute, lines.comm, may_gain, notes)
 
 
 def _own(setting: Setting, bound: Bound, traffic: Traffic, tables: Tables) -> tuple[float | None, float | None]:
@@ -309,14 +367,15 @@ def _other_kind(traffic: Traffic, kind: str) -> tuple[str, ...]:
 
 
 def _ranking(
-    ranked: list[Prediction], traffic: Traffic, available: Collection[Setting], tables: Tables, notes: list[str]
+    ranked: list[Prediction], traffic: Traffic, sheet: _Sheet, tables: Tables, notes: list[str]
 ) -> Ranking:
     """The choice."""
-    best = _thriftiest([p for p in ranked if p.time_us <= ranked[0].time_us * (1 + NEAR)], traffic)
-    order = [best.setting, *(p.setting for p in ranked if p is not best)]
-    unknown = sorted(set(available) - set(order), key=_standing)
-    words = functools.partial(_words, tuple(ranked), best, unknown, tables.source, tuple(notes))
-    return Ranking(order=(*order, *unknown), predictions=tuple(ranked), words=words)
+    limit_us = ranked[0].time_us * (1 + NEAR)
+    near = [p for p in ranked if p.time_us <= limit_us]
+    best = near[0] if len(near) == 1 else _thriftiest(near, traffic)
+    order = [p.setting for p in ranked if p is not best]
+    words = functools.partial(_words, ranked, best, sheet.unknown, tables.source, notes)
+    return Ranking(order=(best.setting, *order, *sheet.unknown), predictions=tuple(ranked), words=words)
 
 
 def _words(

@@ -22,7 +22,6 @@ from typing import Any
 
 from dovetail import env
 from dovetail.errors import HardwareError, NotSupported
-from dovetail.hw.gpu import tensors
 from dovetail.hw.gpu.device import Device
 from dovetail.overlap import policy, tables
 from dovetail.overlap.cpu import CpuPlace
@@ -101,6 +100,7 @@ class Runtime:
         """`known`: what was measured; by default this machine's profile."""
         self.place: GpuPlace | CpuPlace = CpuPlace() if device is None else GpuPlace(device)
         self._device = device
+        self._current = self.place.current_stream if isinstance(self.place, GpuPlace) else None
         self._tables = known or tables.current(self.place.backend, device.name if device else "")
         self._pairs: dict[Key, _Pair] = {}  # of communications without a group
         self._of_groups: weakref.WeakKeyDictionary[Any, dict[Key, _Pair]] = weakref.WeakKeyDictionary()
@@ -111,7 +111,7 @@ class Runtime:
         self, compute: Computation | Callable[[], Any], comm: Communication, strategy: str = AUTO, *, cores: int = 0
     ) -> Outcome:
         """Both; see `dovetail.overlap.run`."""
-        task = computation(compute)
+        task, load = computation(compute)
         check(comm)
         main = self.main()
         if strategy != AUTO:
@@ -120,12 +120,17 @@ class Runtime:
             return Outcome(launched.value, setting, _forced, launched.pending)
         if cores:
             raise ValueError("cores: auto chooses them; name a strategy to choose them yourself")
-        setting, why, timed = self._chosen(task.load, comm, main)
+        setting, why, timed = self._chosen(load, comm, main)
         if timed is None:
             launched = self.place.launch(task, comm, setting, main)
         else:
-            with self._timed(timed, setting, main):
+            begin = self._stamp(main)
+            try:
                 launched = self.place.launch(task, comm, setting, main)
+            except BaseException:
+                self._drop(begin)
+                raise
+            self._note(timed, setting, begin, self._stamp(main))
         return Outcome(launched.value, setting, why, launched.pending)
 
     @contextlib.contextmanager
@@ -167,7 +172,7 @@ class Runtime:
 
     def explain(self, compute: Computation | Callable[[], Any] | None, comm: Communication) -> policy.Ranking:
         """What `auto` would choose for a new pair, and why; nothing runs."""
-        load = Load() if compute is None else computation(compute).load
+        load = Load() if compute is None else computation(compute)[1]
         return self._ranking(load, comm)
 
     # --- pairs
@@ -186,7 +191,8 @@ class Runtime:
         """
         by_threads = self._device is None and comm.group is not None and comm.group.size > 1
         key = (comm.movers, comm.traffic.local, by_threads)
-        if key not in self._settings:
+        found = self._settings.get(key)
+        if found is None:
             place = self.place
             every = policy.candidates(
                 comm.traffic, comm.movers, num_cores=place.num_cores, core_step=place.core_step,
@@ -194,41 +200,39 @@ class Runtime:
             )  # fmt: skip
             if by_threads:
                 every = tuple(s for s in every if s.strategy is Strategy.SERIAL or s.moved_by is Mover.ENGINES)
-            self._settings[key] = policy.few(every, place.core_step)
-        return self._settings[key]
+            found = self._settings[key] = policy.few(every, place.core_step)
+        return found
 
     def _chosen(
         self, load: Load, comm: Communication, main: int
     ) -> tuple[Setting, Callable[[], str], _Pair | None]:
         """The setting of the next run, why, and the pair if it is to be timed.
 
-        A capture tries nothing: its events have no times, and a driver asked for others would end it.
+        A capture tries nothing: its events have no times, and a driver asked for others would end it. Where there is
+        nothing to time and to decide, nobody asks whether it is one, or whether earlier times are there.
         """
+        group, pairs = comm.group, self._pairs
+        key: Key = (load, comm.traffic)
+        if group is not None and group.size > 1:
+            # What all ranks have alike: a name and the traffic, not what one of them computes.
+            pairs, key = self._of_groups.setdefault(group, {}), (load.name, comm.traffic)
+        pair = pairs.get(key)
+        if pair is not None and pair.trials.is_plain:
+            return pair.trials.next(), pair.why, None
         if self._device is not None and self._device.driver.stream_capturing(main):
-            pair = self._known(load, comm)
             if pair is not None:
                 return pair.trials.kept, pair.why, None
             ranking = self._ranking(load, comm)
             return next(s for s in ranking.order if s.strategy not in PARTITIONED), ranking.words, None
-        pair = self._pair(load, comm)
+        if pair is None:
+            pair = self._new(load, comm)
+            while len(pairs) >= _MOST_PAIRS:
+                pairs.pop(next(iter(pairs)))
+            pairs[key] = pair
         setting = self._next(pair, comm)
         return setting, pair.why, pair if pair.trials.wants_time else None
 
-    def _known(self, load: Load, comm: Communication) -> _Pair | None:
-        if comm.group is None or comm.group.size == 1:
-            return self._pairs.get((load, comm.traffic))
-        return self._of_groups.get(comm.group, {}).get((load.name, comm.traffic))
-
-    def _pair(self, load: Load, comm: Communication) -> _Pair:
-        """Of a group the key is what all ranks have alike: a name and the traffic, not what one of them computes."""
-        group = comm.group
-        if group is None or group.size == 1:
-            return self._pairs.get((load, comm.traffic)) or self._new(load, comm, self._pairs, (load, comm.traffic))
-        pairs = self._of_groups.setdefault(group, {})
-        key = (load.name, comm.traffic)
-        return pairs.get(key) or self._new(load, comm, pairs, key)
-
-    def _new(self, load: Load, comm: Communication, pairs: dict[Key, _Pair], key: Key) -> _Pair:
+    def _new(self, load: Load, comm: Communication) -> _Pair:
         ranking = self._ranking(load, comm)
         if env.disable():
             wanted, why = [_baseline(ranking)], _disabled
@@ -240,9 +244,6 @@ class Runtime:
             mine, wanted = wanted, _agreed(wanted, comm.group, self._can)
             why = why if wanted[0] == mine[0] else _of_rank_0
         pair = _Pair(Trials(wanted), why)
-        while len(pairs) >= _MOST_PAIRS:
-            pairs.pop(next(iter(pairs)))
-        pairs[key] = pair
         if logger.isEnabledFor(logging.INFO):
             logger.info("%s beside %s: %s (%s)", comm.traffic.kind, load.name or "?", pair.trials.kept, pair.why())
         return pair
@@ -278,10 +279,10 @@ class Runtime:
 
     def main(self) -> int:
         """The stream that both begin behind: torch's current one; 0 on a CPU."""
-        if self._device is None:
+        if self._device is None or self._current is None:
             return 0
         self._device.enter()
-        return tensors.current_stream(self._device.index)
+        return self._current()
 
     def _stamp(self, main: int) -> int:
         """Now: an event on a GPU, nanoseconds on a CPU."""
@@ -297,10 +298,14 @@ class Runtime:
         try:
             yield
         except BaseException:
-            if self._device is not None:
-                self._device.give_event(begin, timed=True)
+            self._drop(begin)
             raise
         self._note(pair, setting, begin, self._stamp(main))
+
+    def _drop(self, begin: int) -> None:
+        """Of a run that failed."""
+        if self._device is not None:
+            self._device.give_event(begin, timed=True)
 
     def _note(self, pair: _Pair, setting: Setting, begin: int, end: int) -> None:
         if self._device is None:
@@ -325,8 +330,8 @@ class Runtime:
             pair.num_unread -= 1
             with contextlib.suppress(HardwareError):  # then there is one time less
                 pair.trials.note(setting, driver.event_elapsed_us(begin, end))
-            for event in (begin, end):
-                device.give_event(event, timed=True)
+            device.give_event(begin, timed=True)
+            device.give_event(end, timed=True)
 
     def close(self) -> None:
         """Waits for what is under way. Safe to call twice; nothing runs afterwards."""
@@ -350,11 +355,13 @@ def contenders(ranking: policy.Ranking) -> list[Setting]:
     streams: what the user would have without us.
     """
     order = ranking.order
-    always = [next((s for s in order if s.strategy is strategy), None) for strategy in (Strategy.DMA, *_PLAIN)]
-    return list(dict.fromkeys(s for s in (*order[: _MOST_CONTENDERS - len(always)], *always) if s is not None))
+    first = {setting.strategy: setting for setting in reversed(order)}
+    always = [first[strategy] for strategy in _ALWAYS if strategy in first]
+    return list(dict.fromkeys((*order[: _MOST_CONTENDERS - len(_ALWAYS)], *always)))
 
 
 _PLAIN = (Strategy.SERIAL, Strategy.STREAMS)
+_ALWAYS = (Strategy.DMA, *_PLAIN)
 
 
 def _baseline(ranking: policy.Ranking) -> Setting:

@@ -6,7 +6,7 @@ Owns the words. A `Setting` is a strategy with its one number: for those in whic
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dovetail.overlap.tasks import Mover, Name
 
@@ -39,13 +39,17 @@ class Setting:
     strategy: Strategy
     cores: int = 0
     mover: Mover = Mover.CORES  #: of `serial`: whoever is faster alone; others have theirs by name
+    moved_by: Mover = field(init=False, repr=False, compare=False)  #: who moves the bytes
+    _hash: int = field(init=False, repr=False, compare=False)  # made once: a setting is looked up at each run
 
-    @property
-    def moved_by(self) -> Mover:
-        """Who moves the bytes."""
-        if self.strategy in BY_ENGINES:
-            return Mover.ENGINES
-        return self.mover if self.strategy is Strategy.SERIAL else Mover.CORES
+    def __post_init__(self) -> None:
+        own = self.mover if self.strategy is Strategy.SERIAL else Mover.CORES
+        object.__setattr__(self, "moved_by", Mover.ENGINES if self.strategy in BY_ENGINES else own)
+        # Of numbers: a hash of text would be another one in a process that it is sent to.
+        object.__setattr__(self, "_hash", hash((ALL.index(self.strategy), self.cores, self.mover is Mover.ENGINES)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __str__(self) -> str:
         if self.strategy is Strategy.SERIAL:

@@ -42,6 +42,7 @@ _ALIKE = (frozenset({"all_gather", "broadcast", "fetch", "store"}), frozenset({"
 
 
 _Any = TypeVar("_Any")
+Spot = tuple[int, int, float]  #: the points on the left and on the right, and how far it is from the one to the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,9 @@ class ByCores:
     def at(self, cores: int) -> float:
         """Straight between points; on fewer cores than any of them, half as many take twice as long."""
         fewest, slowdown = self.points[0]
-        return slowdown * fewest / cores if cores < fewest else _straight(self.points, cores)
+        if cores < fewest:
+            return slowdown * fewest / cores
+        return between([slowdown for _, slowdown in self.points], spot([known for known, _ in self.points], cores))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +67,12 @@ class BySize:
     """The time of a communication alone: (bytes, microseconds, cores that it took), ascending."""
 
     points: tuple[tuple[int, float, int], ...]
+    _logs: tuple[tuple[float, ...], tuple[float, ...]] = field(init=False, repr=False, compare=False)  # bytes, times
 
     def __post_init__(self) -> None:
         _check_ascending([size_bytes for size_bytes, _, _ in self.points], "bytes")
+        sizes, times = (tuple(math.log(point[n]) for point in self.points) for n in range(2))
+        object.__setattr__(self, "_logs", (sizes, times))
 
     def time_us(self, size_bytes: float) -> float:
         """Straight between points on logarithmic axes, and on beyond the last ones as before them; no bytes, no time.
@@ -76,13 +82,12 @@ class BySize:
         """
         if size_bytes <= 0:
             return 0.0
-        known = [(math.log(size), math.log(time_us)) for size, time_us, _ in self.points]
-        x = math.log(size_bytes)
-        if x < known[0][0]:
-            return math.exp(known[0][1] + (_rise(*known[:2]) if known[1:] else 0.0) * (x - known[0][0]))
-        if x > known[-1][0]:
-            return math.exp(known[-1][1] + (_rise(*known[-2:]) if known[1:] else 1.0) * (x - known[-1][0]))
-        return math.exp(_straight(known, x))
+        (sizes, times), x = self._logs, math.log(size_bytes)
+        if x < sizes[0]:
+            return math.exp(times[0] + (_rise(sizes[:2], times[:2]) if times[1:] else 0.0) * (x - sizes[0]))
+        if x > sizes[-1]:
+            return math.exp(times[-1] + (_rise(sizes[-2:], times[-2:]) if times[1:] else 1.0) * (x - sizes[-1]))
+        return math.exp(between(times, spot(sizes, x)))
 
     def cores(self, size_bytes: float) -> int:
         """How many it took at the size that is nearest."""
@@ -162,18 +167,16 @@ class Tables:
 
     def comm_us(self, traffic: Traffic, mover: Mover) -> Known | None:
         """The time of a communication alone; None if nothing like it was measured."""
-        found = self._alone(traffic, mover)
+        found = self.alone_by_size(traffic, mover)
         return Known(found[1].time_us(traffic.size_bytes), found[0]) if found else None
 
     def comm_cores(self, traffic: Traffic) -> int:
         """How many cores a communication takes that is moved by them alone; 0 if not known."""
-        found = self._alone(traffic, Mover.CORES)
+        found = self.alone_by_size(traffic, Mover.CORES)
         return found[1].cores(traffic.size_bytes) if found else 0
 
-    def _alone(self, traffic: Traffic, mover: Mover) -> tuple[str, BySize] | None:
-        return self.served((mover,), traffic, lambda: self._nearest(traffic, mover))
-
-    def _nearest(self, traffic: Traffic, mover: Mover) -> tuple[str, BySize] | None:
+    def alone_by_size(self, traffic: Traffic, mover: Mover) -> tuple[str, BySize] | None:
+        """The times alone that serve for traffic of this sort, and their kind."""
         kind = nearest({kind for kind, by in self.alone if by is mover}, traffic, mover)
         return (kind, self.alone[kind, mover]) if kind else None
 
@@ -221,22 +224,24 @@ class Lines:
     """Slowdowns by size: both over its logarithm."""
 
     first: Beside  #: its strategy, cores, bound and kind are those of all
-    compute: list[tuple[float, float]]
-    comm: list[tuple[float, float]]
+    sizes: tuple[float, ...]  #: logarithms
+    compute: tuple[float, ...]
+    comm: tuple[float, ...]
 
     def at(self, size_bytes: int) -> tuple[float, float]:
         """Of the computation and of the communication."""
-        x = math.log(max(size_bytes, 1))
-        return _straight(self.compute, x), _straight(self.comm, x)
+        here = spot(self.sizes, log_of(size_bytes))
+        return between(self.compute, here), between(self.comm, here)
 
 
 def lines(rows: list[Beside]) -> Lines | None:
     """Through rows in the order of their sizes; None without any."""
     if not rows:
         return None
-    at = [math.log(row.size_bytes) for row in rows]
-    compute, comm = [row.compute_slowdown for row in rows], [row.comm_slowdown for row in rows]
-    return Lines(rows[0], list(zip(at, compute, strict=True)), list(zip(at, comm, strict=True)))
+    return Lines(
+        rows[0], tuple(log_of(row.size_bytes) for row in rows), tuple(row.compute_slowdown for row in rows),
+        tuple(row.comm_slowdown for row in rows),
+    )  # fmt: skip
 
 
 def nearest(kinds: Collection[str], traffic: Traffic, mover: Mover) -> str | None:
@@ -256,22 +261,35 @@ def _serves(kind: str, traffic: Traffic, mover: Mover) -> bool:
     return kind == traffic.kind or mover is Mover.CORES or (kind in REDUCING) == traffic.reduces
 
 
-def _straight(points: Sequence[tuple[float, float]], x: float) -> float:
-    """On the line between two neighbours; beyond the last as there."""
-    if x <= points[0][0]:
-        return points[0][1]
-    if x >= points[-1][0]:
-        return points[-1][1]
-    right = bisect.bisect_right(points, x, key=lambda point: point[0])
-    (left_x, left_y), (right_x, right_y) = points[right - 1], points[right]
-    share = (x - left_x) / (right_x - left_x)
-    return left_y * (1 - share) + right_y * share
+def log_of(size_bytes: int) -> float:
+    """Where a size is on a line; none is as one byte."""
+    return math.log(max(size_bytes, 1))
 
 
-def _rise(left: tuple[float, float], right: tuple[float, float]) -> float:
+def spot(grid: Sequence[float], x: float) -> Spot:
+    """Where `x` is among ascending points: to be looked for once for all that was measured at the same points.
+
+    Beyond the last it is the last.
+    """
+    if x <= grid[0]:
+        return 0, 0, 0.0
+    if x >= grid[-1]:
+        return -1, -1, 0.0
+    right = bisect.bisect_right(grid, x)
+    left = right - 1
+    return left, right, (x - grid[left]) / (grid[right] - grid[left])
+
+
+def between(values: Sequence[float], here: Spot) -> float:
+    """On the line between two neighbours."""
+    left, right, share = here
+    return values[left] * (1 - share) + values[right] * share
+
+
+def _rise(sizes: Sequence[float], times: Sequence[float]) -> float:
     """The slope to go on with: no time falls with size, and none grows with more than its square, but by noise."""
-    run = right[0] - left[0]
-    return min(max((right[1] - left[1]) / run, 0.0), 2.0) if run else 0.0
+    run = sizes[1] - sizes[0]
+    return min(max((times[1] - times[0]) / run, 0.0), 2.0) if run else 0.0
 
 
 def _check_ascending(values: Sequence[float], what: str) -> None:

@@ -128,20 +128,27 @@ class Call:
         return self.function()
 
 
-def computation(given: Computation | Callable[[], Any]) -> Computation:
-    """What was given, or a callable with nothing known of it but its name."""
-    if isinstance(getattr(given, "load", None), Load):
-        return given  # type: ignore[return-value]
+def computation(given: Computation | Callable[[], Any]) -> tuple[Computation, Load]:
+    """What was given and what is known of it, asked for once; of any other callable that is its name."""
+    load = getattr(given, "load", None)
+    if isinstance(load, Load):
+        return given, load  # type: ignore[return-value]
     if not callable(given):
         raise TypeError(f"a computation is something to be called without arguments, not {type(given).__name__}")
     name = getattr(given, "__qualname__", type(given).__qualname__)
     code = getattr(given, "__code__", None)  # of two lambdas in one function, each has a line of its own
     where = f"{code.co_filename}:{code.co_firstlineno}" if code else getattr(given, "__module__", "")
-    return Call(given, Load(name=f"{where} {name}"))
+    load = Load(name=f"{where} {name}")
+    return Call(given, load), load
 
 
 def check(comm: Any) -> None:
     """TypeError unless it looks like a communication."""
+    try:  # at each run: asked for one by one, they take longer
+        _ = comm.traffic, comm.movers, comm.group, comm.device, comm.start
+        return
+    except AttributeError:
+        pass
     if missing := [name for name in ("traffic", "movers", "group", "device", "start") if not hasattr(comm, name)]:
         lacks = f"{type(comm).__name__} has no {', '.join(missing)}"
         raise TypeError(f"a communication is a Collective, a LocalCommunication, or of the same protocol: {lacks}")

@@ -8,7 +8,6 @@ slowest rank.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 
 from dovetail.overlap.strategy import Setting
@@ -29,9 +28,8 @@ class Trials:
         self.settings = list(dict.fromkeys(settings))
         self.kept = self.settings[0]  #: what runs when nothing is tried
         self._figures = [math.inf] * len(self.settings)
-        self._times: list[deque[float]] = [deque(maxlen=_RECENT) for _ in self.settings]
-        self._seen = [0] * len(self.settings)
         self._count = 0  # runs since the last trials began
+        self._forget()
         self.is_trying = len(self.settings) > 1
 
     def next(self) -> Setting:
@@ -47,6 +45,12 @@ class Trials:
         return self._count <= self._tries if self.is_trying else self._count % EVERY == 0
 
     @property
+    def is_plain(self) -> bool:
+        """Is the next run one of the kept setting, with nothing to time and nothing to decide before it?"""
+        count = self._count
+        return not self.is_trying and count % WATCH != 0 and (count + 1) % EVERY != 0
+
+    @property
     def _tries(self) -> int:
         return ROUNDS * len(self.settings)
 
@@ -56,6 +60,7 @@ class Trials:
         self._seen[n] += 1
         if self._seen[n] > 1:
             self._times[n].append(time_us)
+            del self._times[n][:-_RECENT]
 
     @property
     def is_due(self) -> bool:
@@ -91,7 +96,7 @@ class Trials:
             self._count = 0
 
     def _forget(self) -> None:
-        self._times = [deque(maxlen=_RECENT) for _ in self.settings]
+        self._times: list[list[float]] = [[] for _ in self.settings]  # the last few
         self._seen = [0] * len(self.settings)
 
     def why(self) -> str:

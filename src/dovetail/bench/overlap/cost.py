@@ -15,7 +15,8 @@ from typing import Any
 from dovetail.bench.overlap.gpu import GpuSite
 from dovetail.bench.overlap.spec import Compute, Job, Make, Row
 from dovetail.measure.stats import median
-from dovetail.overlap.runtime import ROUNDS_BEFORE_KEPT, Runtime
+from dovetail.overlap.runtime import ROUNDS_BEFORE_KEPT, Runtime, close, run
+from dovetail.overlap.runtime import runtime as runtime_of
 from dovetail.overlap.strategy import COMMUNICATION_FIRST, Setting, Strategy
 from dovetail.overlap.tasks import Bound, Call, Communication, Load
 
@@ -26,21 +27,20 @@ _COMPUTE = Compute(name="add", bound=Bound.MEMORY, make=Make.ADD, shape=(4096,),
 Step = Callable[[], Any]
 
 
-def measure(site: GpuSite, session: Any, rounds: int = ROUNDS, runtime: Runtime | None = None) -> list[Row]:
+def measure(site: GpuSite, session: Any, rounds: int = ROUNDS) -> list[Row]:
     """A row for each of the two; `correct` says whether the bytes arrived."""
     work, made = site.work(_COMPUTE), site.link(_JOB, PIECE_BYTES)
     made.fresh()
     right = all(site.check(made, mover) for mover in sorted(made.comm.movers))
-    made_here = runtime or Runtime(session.device)
+    runtime = runtime_of(session.device)
     try:
         with site.place.current(site.timer.main):
             rows = [
-                _known(made_here, work, made.comm, session, rounds),
-                _new(made_here, work, made.comm, session, rounds),
+                _known(runtime, work, made.comm, session, rounds),
+                _new(runtime, work, made.comm, session, rounds),
             ]
     finally:
-        if runtime is None:
-            made_here.close()
+        close()
     right = right and all(site.check(made, mover) for mover in sorted(made.comm.movers))
     same = {"collective": "overlap", "backend": site.backend, "row": "cost", "iterations": rounds, "correct": right}
     return [same | row for row in rows]
@@ -49,10 +49,10 @@ def measure(site: GpuSite, session: Any, rounds: int = ROUNDS, runtime: Runtime 
 def _known(runtime: Runtime, work: Any, comm: Communication, session: Any, rounds: int) -> Row:
     pair = Call(work, Load(name="known"))
     for _ in range(ROUNDS_BEFORE_KEPT + 1):
-        runtime.run(pair, comm).wait()
-    kept = runtime.run(pair, comm).setting
+        run(pair, comm).wait()
+    kept = run(pair, comm).setting
     with _by_hand(runtime, kept, work, comm, session) as by_hand:
-        hand_us, run_us = _in_turn([by_hand, lambda: runtime.run(pair, comm)], session, rounds)
+        hand_us, run_us = _in_turn([by_hand, lambda: run(pair, comm)], session, rounds)
     return {"pair": "known", "setting": str(kept), "hand_us": hand_us, "run_us": run_us, "over_us": run_us - hand_us}
 
 
@@ -61,7 +61,7 @@ def _new(runtime: Runtime, work: Any, comm: Communication, session: Any, rounds:
     names = itertools.count()
     with _by_hand(runtime, chosen, work, comm, session) as by_hand:
         hand_us, run_us = _in_turn(
-            [by_hand, lambda: runtime.run(Call(work, Load(name=f"new {next(names)}")), comm)], session, rounds
+            [by_hand, lambda: run(Call(work, Load(name=f"new {next(names)}")), comm)], session, rounds
         )
     return {"pair": "new", "setting": str(chosen), "hand_us": hand_us, "run_us": run_us, "over_us": run_us - hand_us}
 
