@@ -127,6 +127,13 @@ NB_MODULE(_native, m) {
                reinterpret_cast<const char*>(values), reinterpret_cast<const int64_t*>(offsets), batch, first, end,
                reinterpret_cast<const char*>(scales), reinterpret_cast<char*>(out), out_stride});
   });
+  m.def("check_bags", [](uint64_t values, bool wide, int64_t num_values, uint64_t offsets, int64_t batch,
+                         const std::vector<int64_t>& num_rows) {
+    const Wrong wrong = check_bags(reinterpret_cast<const char*>(values), wide, num_values,
+                                   reinterpret_cast<const int64_t*>(offsets), batch, num_rows.data(),
+                                   static_cast<int>(num_rows.size()));
+    return nb::make_tuple(static_cast<int>(wrong.kind), wrong.table, wrong.value);
+  });
   m.def("set_streaming_bytes", [](uint64_t n) { streaming_bytes = n; });
   m.attr("STEP_BYTES") = sizeof(Step);
   m.attr("SOURCE_BYTES") = sizeof(Source);

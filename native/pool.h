@@ -24,4 +24,13 @@ struct Pool {
 
 void pool_bags(const Pool& p);
 
+// What is wrong with bags, if anything: the first offset, or the first value, that can't be.
+struct Wrong {
+  enum Kind { Nothing, Offsets, Value } kind;
+  int table;
+  int64_t value;
+};
+Wrong check_bags(const char* values, bool wide, int64_t num_values, const int64_t* offsets, int64_t batch,
+                 const int64_t* num_rows, int tables);
+
 }  // namespace dovetail

@@ -9,7 +9,7 @@
 namespace dovetail::DV_ISA {
 namespace {
 
-constexpr int64_t kSamples = 64;  // of a table before the next table: their rows of the output stay in L2
+constexpr int64_t kSamples = 1 << 30;  // of a table before the next table: their rows of the output stay in L2
 constexpr int64_t kAhead = 12;    // values ahead whose rows are fetched
 constexpr int64_t kItems = 128;   // accumulators at a time: they stay in registers where rows are fp32
 
@@ -19,12 +19,12 @@ void fetch(const V* row, int64_t dim) {
     __builtin_prefetch(reinterpret_cast<const char*>(row) + i);
 }
 
-template <class T, class I, bool kScaled, bool kFull>
+template <class T, class I, bool kScaled, int kFull>
 void bag(const typename T::Store* table, int64_t dim, int64_t column, int64_t width, const I* values, int64_t begin, int64_t end,
          int64_t last, const typename T::Store* scales, bool mean, typename T::Store* out) {
   using V = typename T::Value;
-  V acc[kItems] = {};
-  const int64_t m = kFull ? kItems : width;
+  V acc[kFull ? kFull : kItems] = {};
+  const int64_t m = kFull ? kFull : width;
   for (int64_t k = begin; k < end; ++k) {
     if (column == 0 && k + kAhead < last) fetch(table + static_cast<int64_t>(values[k + kAhead]) * dim, dim);
     const typename T::Store* row = table + static_cast<int64_t>(values[k]) * dim + column;
@@ -61,10 +61,16 @@ void run(const Pool& p) {
       for (int64_t b = from; b < to; ++b) {
         S* row = out + (b - p.first) * p.out_stride + t * p.dim;
         int64_t column = 0;
-        for (; column + kItems <= p.dim; column += kItems)
-          bag<T, I, kScaled, true>(table, p.dim, column, kItems, values, offsets[b], offsets[b + 1], last, scales, p.mean, row + column);
+        for (; column + 128 <= p.dim; column += 128)
+          bag<T, I, kScaled, 128>(table, p.dim, column, 128, values, offsets[b], offsets[b + 1], last, scales, p.mean, row + column);
+        for (; column + 64 <= p.dim; column += 64)
+          bag<T, I, kScaled, 64>(table, p.dim, column, 64, values, offsets[b], offsets[b + 1], last, scales, p.mean, row + column);
+        for (; column + 32 <= p.dim; column += 32)
+          bag<T, I, kScaled, 32>(table, p.dim, column, 32, values, offsets[b], offsets[b + 1], last, scales, p.mean, row + column);
+        for (; column + 16 <= p.dim; column += 16)
+          bag<T, I, kScaled, 16>(table, p.dim, column, 16, values, offsets[b], offsets[b + 1], last, scales, p.mean, row + column);
         if (column < p.dim)
-          bag<T, I, kScaled, false>(table, p.dim, column, p.dim - column, values, offsets[b], offsets[b + 1], last, scales, p.mean,
+          bag<T, I, kScaled, 0>(table, p.dim, column, p.dim - column, values, offsets[b], offsets[b + 1], last, scales, p.mean,
                                     row + column);
       }
     }

@@ -47,4 +47,30 @@ void reduce_items(DType type, ReduceOp op, char* dst, const char* const* sources
 
 void pool_bags(const Pool& p) { kernels.pool(p); }
 
+namespace {
+template <class I>
+Wrong check(const I* values, int64_t num_values, const int64_t* offsets, int64_t batch, const int64_t* num_rows, int tables) {
+  const int64_t bags = batch * tables;
+  int64_t falls = offsets[0] != 0 || offsets[bags] != num_values;
+  for (int64_t b = 0; b < bags; ++b) falls |= offsets[b + 1] < offsets[b];
+  if (falls) return {Wrong::Offsets, 0, 0};
+  for (int t = 0; t < tables; ++t) {
+    const auto rows = static_cast<uint64_t>(num_rows[t]);
+    const int64_t begin = offsets[t * batch], end = offsets[(t + 1) * batch];
+    bool outside = false;
+    for (int64_t k = begin; k < end; ++k) outside |= static_cast<uint64_t>(static_cast<int64_t>(values[k])) >= rows;
+    if (!outside) continue;
+    for (int64_t k = begin; k < end; ++k)
+      if (static_cast<uint64_t>(static_cast<int64_t>(values[k])) >= rows) return {Wrong::Value, t, static_cast<int64_t>(values[k])};
+  }
+  return {Wrong::Nothing, 0, 0};
+}
+}  // namespace
+
+Wrong check_bags(const char* values, bool wide, int64_t num_values, const int64_t* offsets, int64_t batch,
+                 const int64_t* num_rows, int tables) {
+  if (wide) return check(reinterpret_cast<const int64_t*>(values), num_values, offsets, batch, num_rows, tables);
+  return check(reinterpret_cast<const int32_t*>(values), num_values, offsets, batch, num_rows, tables);
+}
+
 }  // namespace dovetail

@@ -68,7 +68,7 @@ def row(op: Op = Op.GEMM, ratio: float = 1.0, **times: float) -> Row:
     given = {"compute": 100.0, "comm": 100.0, "unfused": 200.0, "decomposed": 120.0, "dma": 105.0} | times
     return Row(
         op=str(op), shape=f"{op} @{ratio:g}", size_bytes=1, out_bytes=1, in_bytes=1, split="equal", ratio=ratio,
-        sizes={}, dtype="bfloat16", ranks=4, link="PCIe", pace="step", checks=20,
+        sizes={}, dtype="bfloat16", ranks=4, link="PCIe", pace="step", lanes=2, words="device", checks=20,
         cells=[cell(Kind(kind), time_us) for kind, time_us in given.items()],
     )  # fmt: skip
 
@@ -178,28 +178,52 @@ def host(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[Host]:
 def small(*shapes: Shape) -> Spec:
     return Spec(
         shapes=shapes, ranks=3, slices=(2, 5), chunks=(2,), columns=((0, 16),), tables=3, dim=4, table_rows=20,
-        products=((32, 16, 16),), seconds=0.001, fewest_rounds=2, most_rounds=2, checks=5,
+        least_slice_bytes=1, products=((32, 16, 16),), seconds=0.001, fewest_rounds=2, most_rounds=2, checks=5,
     )  # fmt: skip
 
 
 def test_every_form_is_measured(host: Host) -> None:
     said: list[str] = []
-    spec = small(*grid(ratios=(0.5,), sizes=(12 << 10,)))
+    spec = small(*grid(ratios=(1.0,), sizes=(12 << 10,)), Shape(op=Op.GEMM, ratio=0.5, size_bytes=12 << 10))
     with Session("cuda") as session:
         found = gpu.measure(session, spec, said.append)
-    assert len(found.rows) == 4
-    assert len(said) == 5
+    assert len(found.rows) == 5
+    assert len(said) == 6
     for each in found.rows:
         kinds = [c.kind for c in each.cells]
-        hows = 2 if each.op == Op.GEMM else 1
         counts = [kinds.count(kind) for kind in Kind]
-        assert counts == [2, 1, 2, hows, 3]
+        local = each.ratio == 1
+        assert counts == ([2, 1, 2, 3, 2 + local] if each.op == Op.GEMM else [2, 2, 4, 2, 4])
         assert each.checks == len(each.cells) + 4
         assert all(c.time_us > 0 and c.iterations == 2 for c in each.cells)
-        orders = [c.setting["order"] for c in each.cells if c.kind is Kind.DMA]
-        assert orders == ["remote", "remote", "local"]
+        fused = [c.setting for c in each.cells if c.kind is Kind.DMA]
+        assert [s["order"] for s in fused][:3] == ["remote", "remote", "local"][: 2 + local]
+        assert {(s["lanes"], s["words"]) for s in fused} == {(each.lanes, each.words)} == {(2, "device")}
+        layouts = ["below"] * (2 + local) if each.op == Op.GEMM else [*["packed"] * 3, "strided"]
+        assert [s["layout"] for s in fused] == layouts
+        names = [c.name for c in each.cells if c.kind is Kind.DECOMPOSED]
+        assert names[-1] == ("2 chunks words on host" if each.op == Op.GEMM else "2 chunks events strided")
     assert found.products[0].m == 32
     assert json.dumps(found.as_dicts())
+
+
+def test_tiles_are_picked_for_each_form(host: Host, monkeypatch: Any) -> None:
+    """The computation alone and the fused form have tiles of their own, as they were launched."""
+    spec = replace(small(Shape(op=Op.EMBEDDING, ratio=1, size_bytes=6 << 10)), products=())
+    times = {"ours 2x4w4p8": 5.0, "ours 4x4w4p8": 9.0}
+    monkeypatch.setattr(gpu._Site, "_quick_us", lambda self, c, number=1: times.get(c.name, 5.0 + ("2x4" in c.name)))
+    monkeypatch.setattr(DmaEmbedding, "programs", property(lambda self: 7))
+    with Session("cuda") as session:
+        names = [c.name for c in gpu.measure(session, spec).rows[0].cells]
+    assert "ours 2x4w4p7" in names
+    assert "2 slices remote 4x4w4p7" in names
+
+
+def test_large_slices_only() -> None:
+    spec = full()
+    assert spec.slices_of(16 << 20) == (6, 12, 24)
+    assert spec.slices_of(200 << 20) == (6, 12, 24, 48)
+    assert spec.slices_of(1) == (6,)
 
 
 @pytest.mark.parametrize("op", list(Op))

@@ -6,7 +6,8 @@ import ctypes
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,13 @@ import torch
 
 from dovetail.errors import DovetailError, HardwareError, NotSupported, PlanError, Timeout
 from dovetail.hw.gpu.device import Device
-from dovetail.hw.gpu.driver import WAIT, WORD
+from dovetail.hw.gpu.driver import WAIT, WORD, WRITE
 from dovetail.hw.gpu.heap import Heap
 from dovetail.hw.gpu.words import VALUE_BITS
 from dovetail.ops.gpu.decomposed import Chunked, How, Unfused
 from dovetail.ops.gpu.dma import DmaEmbedding, DmaGemm, Flags, SlicedRun, embedding_exchange, gemm_exchange, resident
-from dovetail.ops.gpu.exchange import Buffers, Exchange, Pace, slice_rows_of
+from dovetail.ops.gpu.exchange import Buffers, Exchange, Layout, Pace, slice_rows_of
+from dovetail.ops.gpu.place import Placing, _item, side_by_side
 from dovetail.ops.gpu.tiles import RowTiles, row_tiles
 from dovetail.plan import Op, Plan, SignalKind, passes
 from dovetail.plan.check import check
@@ -59,8 +61,9 @@ def buffers_of(exchange: Exchange, heaps: dict[str, Heap]) -> Buffers:
 
 
 GEMM = Exchange(send=(5, 3, 0, 9), receive=(5, 2, 7, 4), row_bytes=(16,) * 4)
-EMBEDDING = Exchange(send=(6, 4, 5, 3), receive=(6,) * 4, row_bytes=(8, 4, 12, 8), side_by_side=True)
-SHAPES = pytest.mark.parametrize("exchange", [GEMM, EMBEDDING], ids=["rows", "columns"])
+STRIDED = Exchange(send=(6, 4, 5, 3), receive=(6,) * 4, row_bytes=(8, 4, 12, 8), layout=Layout.STRIDED)
+PACKED = replace(STRIDED, send=(6, 0, 5, 3), layout=Layout.PACKED)
+SHAPES = pytest.mark.parametrize("exchange", [GEMM, PACKED, STRIDED], ids=["rows", "packed", "strided"])
 
 
 class Played:
@@ -103,7 +106,7 @@ class Played:
 
 def spoil(buffers: Buffers) -> None:
     """Everything but what the peers have, which is new."""
-    for tensor in (buffers.y[0], *buffers.output):
+    for tensor in (buffers.y[0], *buffers.written):
         tensor.fill_(POISON)
     for tensor in buffers.y[1:]:
         tensor.copy_(torch.randint(0, POISON, (tensor.numel(),), dtype=torch.uint8))
@@ -111,6 +114,20 @@ def spoil(buffers: Buffers) -> None:
 
 def is_right(buffers: Buffers, computed: torch.Tensor) -> bool:
     return torch.equal(buffers.y[0], computed) and all(torch.equal(there, sent) for sent, there in buffers.crossed())
+
+
+def is_finished(buffers: Buffers) -> bool:
+    """Every byte of the GPU's output [samples, all columns], put together another way."""
+    e, y = buffers.exchange, buffers.y
+    if not e.is_wide:
+        return True
+    assert buffers.wide is not None
+    rows = e.receive[0]
+    wanted = torch.cat([of[: rows * width].view(rows, width) for of, width in zip(y, e.row_bytes, strict=True)], 1)
+    assert all(torch.equal(*pair) for pair in buffers.finished()) == torch.equal(
+        buffers.wide[: wanted.numel()].view(wanted.shape), wanted
+    )
+    return torch.equal(buffers.wide[: wanted.numel()].view(wanted.shape), wanted)
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
@@ -381,6 +398,7 @@ def test_the_rivals_move_the_same(
         if ticket is not None:
             ticket.wait(20)
         assert is_right(buffers, rows.result), seed
+        assert is_finished(buffers), seed
     made.close()
     made.close()
     device.driver.stream_destroy(stream)
@@ -404,6 +422,177 @@ def test_a_chunk_needs_its_event(device: Device, heaps: dict[str, Heap], monkeyp
     made.close()
 
 
+# --- packed rows, put side by side ------------------------------------------------------------------------------------
+
+
+class Bags:
+    """An embedding whose kernel is a copy in the stream, or a thread that is told when to raise the flags."""
+
+    def __init__(
+        self, device: Device, heaps: dict[str, Heap], exchange: Exchange, monkeypatch: pytest.MonkeyPatch, **how: Any
+    ) -> None:
+        self.device, self.buffers, self.stream = device, buffers_of(exchange, heaps), device.driver.stream_create()
+        self.result = heaps["device"].empty((self.buffers.y[0].numel(),), torch.uint8)
+        self.begin: threading.Event | None = None
+        self.threads: list[threading.Thread] = []
+        tables = exchange.row_bytes[0] // 4
+        self.values = torch.zeros(1, dtype=torch.int64)
+        self.offsets = torch.zeros(tables * sum(exchange.send) + 1, dtype=torch.int64)
+        weights = [torch.zeros(1, 1) for _ in range(tables)]
+        self.made = DmaEmbedding(device, self.buffers, weights, slice_rows=2, timeout_s=20, **how)
+        monkeypatch.setattr(self.made, "_launch", self.kernel)
+
+    def kernel(self, flags: torch.Tensor, value: int) -> None:
+        y, driver = self.buffers.y[0], self.device.driver
+        driver.copy(y.data_ptr(), self.result.data_ptr(), y.numel(), self.stream)
+        word = np.zeros(len(flags), WORD)
+        word["kind"], word["value"], word["address"] = WRITE, value, flags.numpy()
+        if self.begin is None:
+            driver.stream_words(word, self.stream)
+            return
+        raised, begin = flags.tolist(), self.begin
+
+        def late() -> None:
+            assert begin.wait(20)
+            for address in raised:
+                ctypes.c_uint64.from_address(address).value = value
+
+        self.threads.append(threading.Thread(target=late))
+        self.threads[-1].start()
+
+    def start(self, seed: int = 0, spoiled: bool = True) -> None:
+        self.result.copy_(torch.randint(0, POISON, self.result.shape, generator=torch.Generator().manual_seed(seed)))
+        if spoiled:
+            spoil(self.buffers)
+        self.made.start(self.values, self.offsets, self.stream)
+
+    def close(self) -> None:
+        for thread in self.threads:
+            thread.join(20)
+        self.made.close()
+        self.made.close()
+
+
+@pytest.fixture
+def bags(device: Device, heaps: dict[str, Heap], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bags]]:
+    made: list[Bags] = []
+
+    def make(exchange: Exchange = PACKED, **how: Any) -> Bags:
+        made.append(Bags(device, heaps, exchange, monkeypatch, **how))
+        return made[-1]
+
+    yield make
+    for each in made:
+        if each.begin is not None:
+            each.begin.set()
+        each.close()
+
+
+@pytest.mark.parametrize("order", ["remote", "local"])
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        PACKED,
+        STRIDED,
+        replace(PACKED, send=(7, 9, 1, 4), receive=(7,) * 4, row_bytes=(12, 4, 4, 20)),
+        replace(PACKED, row_bytes=(4, 8, 0, 4)),
+        replace(PACKED, send=(0, 4, 5, 3), receive=(0,) * 4),
+        replace(PACKED, send=(5, 0, 0, 0), receive=(5,) * 4),
+        replace(PACKED, send=(5,), receive=(5,), row_bytes=(8,)),
+    ],
+    ids=["zero split", "strided", "ragged", "a rank without tables", "no samples here", "all stay", "alone"],
+)
+def test_columns_are_finished(
+    control: Control, device: Device, bags: Callable[..., Bags], exchange: Exchange, order: str
+) -> None:
+    """When the stream is done, nobody else asked: copies are late, memory is spoiled, data is new."""
+    control.set(DELAY_US=200)
+    case = bags(exchange, order=order)
+    for seed in range(3):
+        case.start(seed)
+        device.driver.stream_synchronize(case.stream)
+        assert is_right(case.buffers, case.result), seed
+        assert is_finished(case.buffers), seed
+
+
+def test_own_columns_wait_for_nobody(device: Device, bags: Callable[..., Bags]) -> None:
+    """They are in place while the peers' rows are still to come, and those are not placed before they came."""
+    case = bags()
+    case.begin = threading.Event()
+    case.start()
+    own, others = case.buffers.columns(0), [case.buffers.columns(r) for r in (1, 2, 3)]
+    until(lambda: not bool((own == POISON).any()))
+    time.sleep(0.02)
+    untouched = all(bool((there == POISON).all()) for there in others)
+    case.begin.set()
+    assert untouched
+    device.driver.stream_synchronize(case.stream)
+    assert is_finished(case.buffers)
+
+
+def test_placing_needs_the_last_copy(device: Device, bags: Callable[..., Bags], monkeypatch: Any) -> None:
+    """The same without the stream's wait for the copies: a lost wait shows."""
+    case = bags()
+    case.begin = threading.Event()
+    wait = device.driver.stream_wait_event
+    monkeypatch.setattr(
+        device.driver, "stream_wait_event", lambda stream, event: stream == case.stream or wait(stream, event)
+    )
+    case.start()
+    device.driver.stream_synchronize(case.stream)
+    case.begin.set()
+    until(lambda: is_right(case.buffers, case.result))
+    assert not is_finished(case.buffers)
+
+
+def test_the_next_run_waits_for_placing(device: Device, bags: Callable[..., Bags], monkeypatch: Any) -> None:
+    """In another stream, too: what arrived is not written over before it is in its place."""
+    case, first = bags(), 0
+    gate, word = device.pinned(64), np.zeros(1, WORD)
+    word["kind"], word["address"], word["value"] = WAIT, gate.address, 1
+    move = Placing._move
+
+    def gated(self: Placing, pieces: Any, to: torch.Tensor, stream: int) -> None:
+        if len(pieces) > 1 and stream == first:
+            device.driver.stream_words(word, stream)
+        move(self, pieces, to, stream)
+
+    first = case.stream
+    monkeypatch.setattr(Placing, "_move", gated)
+    case.start(1)
+    until(lambda: is_right(case.buffers, case.result))
+    landed = case.buffers.output[0].clone()
+    for peer in case.buffers.y[1:]:
+        peer.copy_(torch.randint(0, POISON, peer.shape, dtype=torch.uint8))
+    case.stream = device.driver.stream_create()
+    case.start(1, spoiled=False)
+    time.sleep(0.05)
+    kept = torch.equal(case.buffers.output[0], landed)
+    gate.array.view(np.uint64)[0] = 1  # before anything can fail: streams stand behind it
+    assert kept
+    device.driver.stream_synchronize(case.stream)
+    assert is_right(case.buffers, case.result)
+    assert is_finished(case.buffers)
+    device.driver.stream_synchronize(first)
+    device.driver.stream_destroy(first)
+
+
+@pytest.mark.parametrize(
+    ("begin", "widths", "item"),
+    [(0, (48,), torch.int64), (8, (8, 16), torch.int64), (4, (8, 4), torch.int32), (2, (2, 4), torch.int16),
+     (1, (3, 4), torch.uint8)],
+)  # fmt: skip
+def test_one_launch_for_all_pieces(begin: int, widths: tuple[int, ...], item: torch.dtype) -> None:
+    """As on a GPU, by torch: beginnings and widths decide what an item is, and nothing beside it is touched."""
+    whole = torch.full((7, 48), POISON, dtype=torch.uint8)
+    to = whole.narrow(1, begin, sum(widths))
+    pieces = [torch.randint(0, POISON, (7, width), dtype=torch.uint8) for width in widths]
+    assert _item([to, *pieces]) is item
+    side_by_side(pieces, to)
+    assert torch.equal(to, torch.cat(pieces, 1))
+    assert int((whole == POISON).sum()) == 7 * (48 - sum(widths))
+
+
 # --- operators: all but the kernels -----------------------------------------------------------------------------------
 
 
@@ -424,6 +613,8 @@ def test_a_product_is_held_against_what_was_planned(device: Device, heaps: dict[
 
 def test_bags_are_held_against_what_was_planned(device: Device, heaps: dict[str, Heap]) -> None:
     exchange = embedding_exchange([2, 3], 4, torch.float32, [5, 6])
+    assert exchange.layout is Layout.PACKED
+    assert (exchange.output_bytes(0), exchange.output_bytes(1), exchange.wide_bytes) == (400, 6 * 32, 400)
     assert (exchange.row_bytes, exchange.receive, exchange.out_bytes) == ((32, 48), (5, 5), 6 * 32)
     buffers = buffers_of(exchange, heaps)
     weights = [torch.randn(7, 4), torch.randn(9, 4)]
@@ -452,7 +643,8 @@ def test_bags_are_held_against_what_was_planned(device: Device, heaps: dict[str,
         ({"send": (1, 2), "receive": (2, 2)}, "what stays is in both"),
         ({"send": (1, -2), "receive": (1, 2)}, "nothing is negative"),
         ({"row_bytes": (4, 8)}, "of one width"),
-        ({"side_by_side": True, "receive": (1, 3)}, "as many from every rank"),
+        ({"layout": Layout.STRIDED, "receive": (1, 3)}, "as many from every rank"),
+        ({"layout": Layout.PACKED, "receive": (1, 3)}, "as many from every rank"),
     ],
 )
 def test_exchanges_that_can_not_be(given: dict[str, Any], message: str) -> None:
@@ -480,4 +672,5 @@ def test_slices_are_whole_tiles_of_a_megabyte_or_more() -> None:
 
 
 def test_programs_that_fit() -> None:
-    assert [resident(regs, warps) for regs, warps in ((0, 4), (32, 4), (96, 4), (255, 8), (20, 1))] == [1, 16, 5, 1, 64]
+    assert [resident(regs, warps) for regs, warps in ((0, 4), (32, 4), (96, 4), (255, 8), (20, 1))] == [1, 16, 5, 1, 32]
+    assert [resident(32, 4, shared) for shared in (0, 20 << 10, 160 << 10, 200 << 10)] == [16, 7, 1, 1]

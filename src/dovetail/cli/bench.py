@@ -1,4 +1,5 @@
-"""`dovetail bench`: our collectives beside Open MPI, gloo and NCCL; a GPU's copy engines; KV caches; overlap."""
+"""`dovetail bench`: our collectives beside Open MPI, gloo and NCCL; a GPU's copy engines; KV caches; overlap; fused
+operators."""
 
 from __future__ import annotations
 
@@ -49,12 +50,18 @@ dovetail bench overlap --quick
 dovetail bench overlap --suite llama --backend cuda --energy --pin 12G --plot plots --json overlap.json
 
 dovetail bench overlap --scenario '70b-decode+*' --strategy streams,dma --iters 15
+
+dovetail bench fused --op all --ranks 2 --json fused.json
+
+dovetail bench fused --op gemm_all_to_all,embedding_all_to_all --transport store,dma --ablate
+
+dovetail bench fused --backend cuda --quick
 """
 _EVERY = "all"
 _BEGIN, _FACTOR = "1K", 4.0
-KV, OVERLAP = "kv", "overlap"
+KV, OVERLAP, FUSED = "kv", "overlap", "fused"
 _COLLECTIVE_HELP = (
-    f"{', '.join(COLLECTIVES)}, {_EVERY}, kv, overlap; with --backend cuda and host peers: {', '.join(WORK)}."
+    f"{', '.join(COLLECTIVES)}, {_EVERY}, kv, overlap, fused; with --backend cuda and host peers: {', '.join(WORK)}."
 )
 _BASELINE_HELP = f"Out of {', '.join(OURS[CPU])}; between ranks on GPUs {', '.join(OURS[CUDA])}; or none. Default: all."
 _END, _RANKS = "16M", {CPU: 2, CUDA: 4}
@@ -106,6 +113,9 @@ def bench(
     least: Annotated[float | None, typer.Option(metavar="US", help="overlap: computations take at least: 300.")] = None,
     cost: Annotated[bool, typer.Option("--cost", help="overlap: what run() costs the host, instead.")] = False,
     plot: Annotated[Path | None, typer.Option(metavar="DIR", help="overlap: also write plots (.html) to DIR.")] = None,
+    op: Annotated[str | None, typer.Option(help="fused: all, or names such as gemm_all_to_all.")] = None,
+    transport: Annotated[str | None, typer.Option(help="fused: store, dma, ...; unfused is always there.")] = None,
+    ablate: Annotated[bool, typer.Option("--ablate", help="fused: also order, slices, a late rank.")] = False,
     json: Json = None,
 ) -> None:
     """Measure a collective beside its baselines, in the manner of nccl-tests.
@@ -119,6 +129,9 @@ def bench(
 
     overlap: pairs of a computation and a communication, by every strategy: which share of the ideal speedup each has,
     and how near `auto` and other policies come to the best. On a CPU between ranks, on a GPU with host memory.
+
+    fused: operators with the collective that depends on them, by every transport, beside operator then collective
+    (ours, gloo's) and either of them alone, over a grid of shapes. On a GPU with peers in host memory.
     """
     one_of("backend", backend, BACKENDS)
     one_of("peers", peers or _HOST, PEERS)
@@ -127,8 +140,11 @@ def bench(
     serving: dict[str, Any] = {"model": model, "hit": hit, "requests": requests, "new": new, "offload": offload}
     paired: dict[str, Any] = {"suite": suite, "scenario": scenario, "strategy": strategy, "plot": plot}
     paired |= {"least": least, "cost": cost or None}
+    fused: dict[str, Any] = {"op": op, "transport": transport, "ablate": ablate or None}
     changed = {"begin": begin != _BEGIN, "factor": factor != _FACTOR, "variant": variant != AUTO}
     changed |= {"tensors": tensors != TENSORS[0], "dtype": dtype != DTYPES[0]}
+    if collective != FUSED:
+        _refuse({name: given is not None for name, given in fused.items()}, FUSED)
     if collective == OVERLAP:
         from dovetail.cli import _overlap
 
@@ -140,6 +156,16 @@ def bench(
         _overlap.bench(backend, asked, bounds, json)
         return
     _refuse({name: given is not None for name, given in paired.items()}, OVERLAP)
+    if collective == FUSED:
+        from dovetail.cli import _fused
+
+        _refuse({name: given is not None for name, given in (kv | serving).items()} | {"serve": serve}, KV)
+        unfit = {"peers": peers, "end": end, "baseline": baseline, "energy": energy or None}
+        _refuse({name: given is not None for name, given in unfit.items()} | changed, "collectives")
+        bounds = Bounds(force=force, pin_bytes=None if pin is None else parse_bytes(pin))
+        wanted = _fused.Asked(op=op, transport=transport, ablate=ablate, ranks=ranks, rounds=iters, quick=quick)
+        _fused.bench(backend, wanted, bounds, json)
+        return
     if collective == KV:
         from dovetail.cli import _kv
 

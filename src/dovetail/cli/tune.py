@@ -28,8 +28,10 @@ dovetail tune --backend cuda --ranks 4
 dovetail tune --backend cuda --only kv --cache 32G
 
 dovetail tune --backend cuda --only overlap --budget 60s
+
+dovetail tune --only fused --ranks 2
 """
-_SECTIONS = ("coll", "kv", "overlap")
+_SECTIONS = ("coll", "kv", "overlap", "fused")
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -58,6 +60,8 @@ def tune(
     With --only overlap: how much a computation and a communication slow each other down, by strategy; `auto` of
     dovetail.overlap estimates with it.
 
+    With --only fused: every transport of every fused operator; `auto` of dovetail.ops takes the fastest.
+
     The profile goes to ~/.cache/dovetail/ or DOVETAIL_PROFILE; figures in it for other numbers of ranks and for the
     other backend are kept, and so is all else in it. A variant with a wrong result is never chosen. Exit 1 if there was
     one. On a GPU the collectives' `auto` uses the figures where the self-test has passed (dovetail doctor --selftest).
@@ -68,7 +72,7 @@ def tune(
     for name in words(only):
         if name not in _SECTIONS:
             raise ValueError(f"--only: {name!r} is not known; there are {', '.join(_SECTIONS)}")
-    for name in ("kv", "overlap"):
+    for name in ("kv", "overlap", "fused"):
         if name in words(only) and only != name:
             raise ValueError(f"--only: measure {name} by itself")
     if only == "overlap":
@@ -80,6 +84,13 @@ def tune(
         if len(number) != 1:
             raise ValueError(f"--ranks: with --only overlap one number of ranks is measured, not {ranks}")
         _overlap.tune(backend, number[0], parse_seconds(budget), force, json)
+        return
+    if only == "fused":
+        refuse({"begin": begin, "end": end, "factor": factor}, "--only coll")
+        refuse({"cache": cache}, "--only kv")
+        from dovetail.cli import _fused
+
+        _fused.tune(backend, _numbers(ranks or "2"), parse_seconds(budget), json)
         return
     if only == "kv":
         refuse({"ranks": ranks, "begin": begin, "end": end, "factor": factor}, "--only coll")

@@ -34,7 +34,7 @@ def notice(size: int) -> bytes:
         {
             "variant": env.variant(),
             "transport": env.transport(),
-            "fused": profile.sections.get("fused", {}),
+            "fused": proved.sections.get("fused", {}),
             "disable": env.disable(),
             "coll": coll,
             "date": profile.date,

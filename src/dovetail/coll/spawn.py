@@ -7,11 +7,14 @@ when the caller is interrupted, or when time is up. Nothing is left running.
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import multiprocessing as mp
 import multiprocessing.connection as mpc
+import operator
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -23,6 +26,19 @@ from typing import Any
 from dovetail.errors import DovetailError, PeerError, Timeout
 
 _GRACE_S = 2.0
+
+
+def _let_torch_ops_pass() -> None:
+    """cloudpickle takes a name `ops` in a function that also names `torch` for the module `torch.ops`, which is an
+    object that can't be pickled; it is sent by its name instead."""
+    if "torch" in sys.modules:
+        import torch
+
+        copyreg.pickle(type(torch.ops), _name_of_torch_ops)
+
+
+def _name_of_torch_ops(_: Any) -> tuple[Any, ...]:
+    return operator.attrgetter("ops"), (sys.modules["torch"],)
 
 
 def launch(
@@ -49,6 +65,7 @@ def launch(
 
     if ranks < 1:
         raise ValueError(f"ranks must be at least 1, not {ranks}")
+    _let_torch_ops_pass()
     job = cloudpickle.dumps((fn, tuple(args)))
     token = uuid.uuid4().hex
     context = mp.get_context("spawn")

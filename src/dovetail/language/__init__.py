@@ -10,11 +10,8 @@ try:
 except ImportError as error:
     raise ImportError("dovetail.language needs Triton 3.4 or later: pip install 'dovetail-ml[gpu]'") from error
 
-from dovetail.language import interpreted as _interpreted
-
-_interpreted.mend()
-
-from dovetail.language.kernels.device import (  # noqa: E402
+from dovetail.language.interpreted import mend as _mend
+from dovetail.language.kernels.device import (
     arrive,
     end_epoch,
     epoch,
@@ -25,7 +22,9 @@ from dovetail.language.kernels.device import (  # noqa: E402
     signal,
     wait,
 )
-from dovetail.language.symmetric import Addresses, Symmetric  # noqa: E402
+from dovetail.language.symmetric import Addresses, Symmetric
+
+_mend()
 
 __all__ = [
     "Addresses",

@@ -132,8 +132,9 @@ class Addresses:
                 calls = {self.group.rank: f"with {len(tensors)} tensors", rank: f"with {many} tensors"}
                 raise MismatchError("ranks exchange addresses of different calls", calls=calls)
             notes.append(row[8 : 8 + length])
-            for k in range(many):
-                found[rank, k] = self._address(rank, row[NOTE_BYTES + k * _NAME_BYTES :][:_NAME_BYTES])
+            for k, own in enumerate(tensors):
+                name = row[NOTE_BYTES + k * _NAME_BYTES :][:_NAME_BYTES]
+                found[rank, k] = own.data_ptr() if rank == self.group.rank else self._address(rank, name)
         return found, notes
 
     def table(self, addresses: NDArray[np.int64]) -> torch.Tensor:
@@ -164,10 +165,10 @@ class Addresses:
             offset = address - int(self.group.world.native.base(self.group.world.rank))
             inside = offset >= 0 and offset + size <= self.group.world.memory_bytes[self.group.world.rank]
             return (_SHARED if inside else None), b"", offset
-        from dovetail.hw.gpu.world import NOWHERE
+        from dovetail.hw.gpu.world import IN_ARENA, ON_DEVICE
 
         how, handle, offset = self._gpu.name_of(address, size)
-        return (None if how == NOWHERE else how), handle, offset
+        return (how if how in (ON_DEVICE, IN_ARENA) else None), handle, offset
 
     def _packed(self, tensor: torch.Tensor) -> bytes:
         if not tensor.nbytes:
@@ -190,18 +191,7 @@ class Addresses:
         if how == _SHARED:
             return int(self.group.world.native.base(in_world)) + offset
         assert self._gpu is not None
-        handle = name[_NAME.size :][:length]
-        if rank == self.group.rank:
-            return self._own(how, handle) + offset
-        return self._gpu.open(in_world, how, handle)[0] + offset
-
-    def _own(self, how: int, handle: bytes) -> int:
-        """Where a segment of this rank begins; a process can't open its own handle."""
-        from dovetail.hw.gpu.world import ON_DEVICE
-
-        assert self._gpu is not None
-        heap = self._gpu.heap if how == ON_DEVICE else self._gpu.host_heap
-        return next(segment.base for segment in heap.segments if segment.handle == handle)
+        return self._gpu.open(in_world, how, name[_NAME.size :][:length])[0] + offset
 
 
 class Symmetric:

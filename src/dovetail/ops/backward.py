@@ -33,12 +33,16 @@ def exchange(group: Group, grad: torch.Tensor, tables: int) -> torch.Tensor:
         here.copy_(grad)
         offset = g.blocks.offset(here)
     slots = g.agree(text, (tables, offset))
-    first = sum(row[0] for row in slots[: group.rank])
-    out = grad.new_empty((tables, local * group.size, dim))
-    for s in range(group.size):
-        there = grad if s == group.rank else g.at(s, slots[s][1], (local, total, dim), grad.dtype)
-        out[:, s * local : (s + 1) * local].copy_(there[:, first : first + tables].transpose(0, 1))
-    g.barrier()  # everybody has read it
+    try:
+        first = sum(row[0] for row in slots[: group.rank])
+        out = grad.new_empty((tables, local * group.size, dim))
+        for s in range(group.size):
+            there = grad if s == group.rank else g.at(s, slots[s][1], (local, total, dim), grad.dtype)
+            out[:, s * local : (s + 1) * local].copy_(there[:, first : first + tables].transpose(0, 1))
+        g.barrier()  # everybody has read it
+    except BaseException as error:
+        g.fail(error)
+        raise
     return out
 
 

@@ -13,12 +13,15 @@ import torch
 
 from dovetail.coll import arguments
 from dovetail.errors import NotSupported
+from dovetail.hw.cpu import native
 
 #: Rows of `gemv_all_reduce` at most: it is for decoding; larger products are `matmul_reduce_scatter` and an all-gather.
 MOST_GEMV_ROWS = 64
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _SUM, _MEAN = "sum", "mean"
+#: What `check_bags` of the native part finds wrong.
+_WRONG_OFFSETS, _WRONG_VALUE = 1, 2
 
 
 @dataclass(slots=True)
@@ -264,20 +267,18 @@ def embedding_all_to_all(
 def _in_range(call: EmbeddingAllToAll) -> None:
     """Raises `ValueError` or `IndexError` that names the table and the row; the tensors are on the CPU."""
     offsets, values = call.offsets, call.values
-    first, last = int(offsets[0]), int(offsets[-1])
-    if first != 0 or last != values.numel() or bool((offsets[1:] < offsets[:-1]).any()):
+    num_rows = [w.shape[0] for w in call.weights]
+    wide = values.dtype is torch.int64
+    wrong, table, row = native.load().check_bags(
+        values.data_ptr(), wide, values.numel(), offsets.data_ptr(), call.batch, num_rows
+    )
+    if wrong == _WRONG_OFFSETS:
         raise ValueError(
-            f"offsets begin at 0, never fall and end at the number of values, {values.numel()}; these go from {first} "
-            f"to {last}"
+            f"offsets begin at 0, never fall and end at the number of values, {values.numel()}; these go from "
+            f"{int(offsets[0])} to {int(offsets[-1])}"
         )
-    bounds = offsets[:: call.batch].tolist() if call.batch else [0] * (len(call.weights) + 1)
-    for t, w in enumerate(call.weights):
-        part = values[bounds[t] : bounds[t + 1]]
-        if part.numel():
-            least, most = (int(n) for n in torch.aminmax(part))
-            if least < 0 or most >= w.shape[0]:
-                wrong = least if least < 0 else most
-                raise IndexError(f"values has row {wrong} for weights[{t}], which has rows 0..{w.shape[0] - 1}")
+    if wrong == _WRONG_VALUE:
+        raise IndexError(f"values has row {row} for weights[{table}], which has rows 0..{num_rows[table] - 1}")
 
 
 def _product(x: Any, w: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,6 +21,8 @@ _TEXT_BYTES = 184
 #: Words of a slot that a transport may use: heap offsets of its memory, numbers of tables.
 NUM_WORDS = 4
 _CALL, _REFUSED = 1, 2
+#: A stage is this large at least, and grows to what calls need.
+_LEAST_STAGE = 64 << 10
 
 T = TypeVar("T")
 
@@ -31,12 +33,17 @@ class OpsGroup:
     def __init__(self, group: Group) -> None:
         self.group = group
         size = group.size
-        self._head, self._words = struct.Struct(f"<q{_TEXT_BYTES}s"), struct.Struct(f"<{NUM_WORDS + 2 * size}q")
+        self._head, self._words = struct.Struct(f"<q{_TEXT_BYTES}s"), struct.Struct(f"<{NUM_WORDS + 2 * size + 2}q")
         self._meeting = Meeting(group, self._head.size + self._words.size, "ops")
         self._texts: dict[str, bytes] = {}
         self._no_splits = (0,) * (2 * size)
         self.blocks, self.peers = Blocks(group.world), Peers(group.world)
         self._scratch: dict[str, Any] = {}
+        self._stage: Any = None
+        self._before: Any = None  # the stage before it, until nobody can know of it
+        self._mine = (0, 0)  # of our stage: offset, bytes of a half
+        self._stages: list[tuple[int, int]] = [(0, 0)] * size  # everybody's, as they were posted last
+        self._meetings = 0
         self.known: dict[Any, Any] = {}  #: what transports keep for shapes seen before
 
     def checked(self, make: Callable[[], T]) -> T:
@@ -48,6 +55,7 @@ class OpsGroup:
                 raise
             text = f"{type(error).__name__}: {error}".encode()[:_TEXT_BYTES]
             self._meeting.exchange(self._head.pack(_REFUSED, text))
+            self._meetings += 1
             raise
 
     def agree(self, text: str, words: Sequence[int] = (), splits: Sequence[int] = ()) -> list[tuple[int, ...]]:
@@ -62,12 +70,17 @@ class OpsGroup:
                 self._texts.clear()
             known = self._texts[text] = self._head.pack(_CALL, text.encode()[:_TEXT_BYTES])
         padded = (*words, *(0,) * (NUM_WORDS - len(words)))
-        slots = self._meeting.exchange(known + self._words.pack(*padded, *(splits or self._no_splits)))
+        packed = self._words.pack(*padded, *(splits or self._no_splits), *self._mine)
+        slots = self._meeting.exchange(known + packed)
+        self._meetings += 1
         step, head = self._meeting.size_bytes, self._head.size
         starts = range(0, len(slots), step)
         if any(slots[at : at + head] != known for at in starts):
             raise self._mismatch(slots)
         rows = [self._words.unpack_from(slots, at + head) for at in starts]
+        self._stages = [(row[-2], row[-1]) for row in rows]
+        self._before = None
+        rows = [row[:-2] for row in rows]
         if splits:
             self._match(text, rows)
         return rows
@@ -110,13 +123,33 @@ class OpsGroup:
     def fail(self, error: BaseException, *held: Any) -> None:
         """A call ended between agreement and its end: the group is broken, and memory that a late peer may still
         write is not used again."""
-        native.keep((held, self._scratch))
-        self._scratch = {}
+        native.keep((held, self._scratch, self._stage, self._before))
+        self._scratch, self._stage, self._before = {}, None, None
         if self.group.broken is None:
             known = error if isinstance(error, DovetailError) else DovetailError(f"an operator failed: {error!r}")
             self._meeting.fail(known)
             if self.group.native is not None:
                 self.group.native.break_all(self.group.rank)  # who waits in a collective of the call
+
+    def push(self, size_bytes: int) -> list[int] | None:
+        """Where each rank's stage takes what is sent to it before this call's `agree`: offsets on their heaps. None if
+        some stage is not known to be so large; ours then grows, and a later call can.
+
+        A stage has two halves, used in turn by the number of exchanges. What a rank is sent in a call it reads before
+        it enters its next exchange; the same half comes again two exchanges later. So a call needs one meeting only:
+        `agree`, after the peers' stages were written. All ranks decide alike: from what all of them posted last.
+        """
+        if self._mine[1] < size_bytes:
+            import torch
+
+            half = -(-max(size_bytes, _LEAST_STAGE) // 4096) * 4096
+            self._before = self._stage  # a peer that makes another call may still write there
+            self._stage = self.blocks.empty((2 * half,), torch.uint8)
+            self._mine = (self.blocks.offset(self._stage), half)
+        if any(size < size_bytes for _, size in self._stages):
+            return None
+        turn = self._meetings % 2
+        return [offset + turn * size for offset, size in self._stages]
 
     def scratch(self, name: str, size_bytes: int) -> Any:
         """Memory of this rank that peers reach, at least this large, kept for the next call. Peers use it between
@@ -133,6 +166,7 @@ class OpsGroup:
         """Ends it on this rank, with its group."""
         self._meeting.close()
         self._scratch.clear()
+        self._stage = self._before = None
         self.known.clear()
 
     def at(self, rank: int, offset: int, shape: tuple[int, ...], dtype: Any) -> Any:

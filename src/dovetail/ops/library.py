@@ -168,13 +168,18 @@ def _embedding_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     weights, values, offsets, scales, ctx.mode, _, state, ctx.optimizer, ctx.lr, ctx.eps, ctx.group, _ = inputs
     ctx.num, ctx.num_state = len(weights), len(state)
     ctx.has_scales = scales is not None
-    ctx.save_for_backward(values, offsets, *([scales] if ctx.has_scales else []), *weights, *state)
+    # Tables that are updated in place are kept as they are, not as saved tensors: those must not change before a
+    # backward pass, and the step of another call changes them.
+    ctx.tables = [*weights, *state] if ctx.optimizer else []
+    saved = [] if ctx.optimizer else weights
+    ctx.save_for_backward(values, offsets, *([scales] if ctx.has_scales else []), *saved)
 
 
 def _embedding_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     values, offsets, *rest = ctx.saved_tensors
     scales = rest.pop(0) if ctx.has_scales else None
-    weights, state = rest[: ctx.num], rest[ctx.num :]
+    kept = ctx.tables or rest
+    weights, state = kept[: ctx.num], kept[ctx.num :]
     bags = _ops._embedding_grads(grad.contiguous(), ctx.num, ctx.group)  # [tables, batch, dim]
     bag_of = backward.bags_of(values, offsets)
     rows = backward.rows(bags, bag_of, offsets, ctx.mode, scales)

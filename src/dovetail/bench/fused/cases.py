@@ -138,10 +138,11 @@ class ProductCase(Case):
     def gloo(self, compute: Run | None = None) -> Run:
         if self.shape.op == GATHER:
             x, w, rows = self.x, self.w, self.shape.m * self._ranks
+            gather_of_torch = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its newer name
 
             def gather_first() -> torch.Tensor:
                 every = x.new_empty((rows, x.shape[1]))
-                dist.all_gather_into_tensor(every, x)
+                gather_of_torch(every, x)
                 return torch.mm(every, w.t())
 
             return gather_first
@@ -166,7 +167,7 @@ class ProductCase(Case):
         received, sent = self.splits
         rows = sum(received) if received is not None else x.shape[0] if self.shape.op == GEMM else x.shape[0] // ranks
         place = x.new_empty((rows, n)) if kept else None
-        scatter = getattr(by, "reduce_scatter_single", by.reduce_scatter_tensor)  # the newer name of torch's
+        scatter = getattr(by, "reduce_scatter_single", by.reduce_scatter_tensor)  # torch's newer name
 
         def all_reduce(y: torch.Tensor) -> torch.Tensor:
             by.all_reduce(y)

@@ -17,12 +17,13 @@ import torch
 
 from dovetail.bench.fused.rows import Cell, Kind, Product, Row
 from dovetail.bench.fused.spec import Shape, Spec
-from dovetail.bench.fused.work import GEMM_TILES, TIMEOUT_S, WORKS, Contender, Work
+from dovetail.bench.fused.work import GEMM_TILES, TIMEOUT_S, WORDS, WORKS, Contender, Work
 from dovetail.bench.gpu.session import Arena, Session, pages
 from dovetail.errors import HardwareError
 from dovetail.measure.interleave import orders
 from dovetail.measure.stats import median
-from dovetail.ops.gpu.dma import DmaGemm, gemm_exchange
+from dovetail.ops.gpu.decomposed import How
+from dovetail.ops.gpu.dma import LANES, WORDS_ON_DEVICE, DmaGemm, gemm_exchange
 from dovetail.ops.gpu.exchange import Buffers, Exchange, Pace
 from dovetail.ops.gpu.tiles import Order
 from dovetail.overlap.gpu import GpuPlace
@@ -74,12 +75,12 @@ class _Site:
         self._session, self._spec = session, spec
         self._place = GpuPlace(session.device)
         self._timer = GpuTimer(self._place)
-        exchanges = [WORKS[shape.op].exchange_of(spec, shape) for shape in spec.shapes]
-        exchanges += [_alone(*sizes) for sizes in spec.products]
+        exchanges = [WORKS[shape.op].exchanges(spec, shape) for shape in spec.shapes]
+        exchanges += [[_alone(*sizes)] for sizes in spec.products]
         self._arenas: dict[str, Arena] = {
             kind: session.arena(kind, max([1, *(_bytes(e, kind) for e in exchanges)])) for kind in ("device", "host")
         }
-        self._tiles: dict[str, Any] = {}  # what was fastest at the last shape of an operator
+        self._tiles: dict[str, Any] = {}  # whose computation was fastest at the last shape of an operator
 
     def __enter__(self) -> _Site:
         return self
@@ -88,10 +89,15 @@ class _Site:
         self._timer.close()
         self._place.close()
 
-    def _buffers(self, exchange: Exchange) -> Buffers:
+    def _buffers(self, exchanges: Sequence[Exchange]) -> list[Buffers]:
+        """With one `y` for all."""
         for arena in self._arenas.values():
             arena.reset()
-        return Buffers(exchange, lambda kind, size: self._arenas[kind].take(size))
+        found: list[Buffers] = []
+        for exchange in exchanges:
+            y = found[0].y if found else None
+            found.append(Buffers(exchange, lambda kind, size: self._arenas[kind].take(size), y))
+        return found
 
     # --- times
 
@@ -139,14 +145,14 @@ class _Site:
         exchange = _alone(m, n, k)
         x, w = (torch.randn(rows, k, device=self._device(), dtype=torch.bfloat16) for rows in (m, n))
         out = torch.empty(m, n, device=x.device, dtype=x.dtype)
-        buffers = self._buffers(exchange)
+        (buffers,) = self._buffers([exchange])
         with contextlib.ExitStack() as stack:
             made = []
             for tile in GEMM_TILES:
                 made.append(DmaGemm(self._session.device, buffers, x.shape, w.shape, x.dtype, shape=tile))
                 stack.callback(made[-1].close)
-            plain = _contender("torch", lambda: torch.mm(x, w.t(), out=out))
-            ours = [_contender(Work.tile_name(e.shape), functools.partial(e.compute, x, w)) for e in made]
+            plain = _contender("torch", lambda: torch.mm(x, w.t(), out=out), buffers)
+            ours = [_contender(Work.tile_name(e.shape), functools.partial(e.compute, x, w), buffers) for e in made]
             for contender, each in zip(ours, made, strict=True):
                 each.y.fill_(float("nan"))
                 self._run(contender)
@@ -166,12 +172,12 @@ class _Site:
     def row(self, shape: Shape) -> Row:
         """One shape, all forms."""
         kind = WORKS[shape.op]
-        exchange = kind.exchange_of(self._spec, shape)
-        work = kind(self._session.device, self._spec, shape, exchange, self._buffers(exchange))
+        exchanges = kind.exchanges(self._spec, shape)
+        exchange = exchanges[0]
+        work = kind(self._session.device, self._spec, shape, self._buffers(exchanges))
         try:
             self._calibrate(work)
-            tile = self._pick_tile(work)
-            contenders = self._contenders(work, tile)
+            contenders = self._contenders(work)
             checks = self._check(work, contenders)
             cells = self._timed(contenders)
         finally:
@@ -180,7 +186,7 @@ class _Site:
             op=str(shape.op), shape=shape.name, size_bytes=shape.size_bytes, out_bytes=exchange.out_bytes,
             in_bytes=exchange.in_bytes, split=str(shape.split), ratio=shape.ratio, sizes=work.sizes,
             dtype=str(work.dtype).removeprefix("torch."), ranks=self._spec.ranks, link=self._link(),
-            pace=str(Pace.STEP), checks=checks, cells=cells,
+            pace=str(Pace.STEP), lanes=LANES, words=WORDS[WORDS_ON_DEVICE], checks=checks, cells=cells,
         )  # fmt: skip
 
     def _link(self) -> str:
@@ -193,34 +199,47 @@ class _Site:
         for size in sizes:
             with work.scope():
                 work.scale(size)
-                compute, comm, _ = work.plain()
+                compute = work.plain()[0]
                 tile = self._tiles.get(work.shape.op, work.tiles[0])
                 times.append(min(self._quick_us(compute), self._quick_us(work.ours(tile)[0])))
-                comm_us = self._quick_us(comm)
+                comm_us = min(self._quick_us(comm) for comm in work.comms())
         slope = max((times[1] - times[0]) / (sizes[1] - sizes[0]), 1e-6)
         wanted = sizes[1] + (work.shape.ratio * comm_us - times[1]) / slope
         work.scale(min(max(round(wanted / work.step), 1), _MOST_SIZE // work.step) * work.step)
 
-    def _pick_tile(self, work: Work) -> Any:
-        """The tiles whose fused form is fastest, at a middle number of slices."""
-        different = _distinct(work, self._spec.slices)
-        slices = different[len(different) // 2]
-        found = []
+    def _pick_tiles(self, work: Work, num_slices: int) -> tuple[Any, Any]:
+        """The tiles whose computation is fastest, and those whose fused form is: not always the same."""
+        alone: list[tuple[float, Any]] = []
+        fused: list[tuple[float, Any]] = []
         for tile in work.tiles:
-            with work.scope():
-                found.append(self._quick_us(work.fused(slices, Order.REMOTE, tile), 3))
-        best = work.tiles[found.index(min(found))]
+            for found in (alone, fused):
+                with work.scope():
+                    by_itself = found is alone
+                    contender = work.ours(tile)[0] if by_itself else work.fused(num_slices, Order.REMOTE, tile)
+                    time_us = self._quick_us(contender, 3)
+                    found.append((time_us, work.settled(tile, contender.made)))
+        best, best_fused = (min(found, key=lambda each: each[0])[1] for found in (alone, fused))
         self._tiles[work.shape.op] = best
-        return best
+        return best, best_fused
 
-    def _contenders(self, work: Work, tile: Any) -> list[Contender]:
+    def _contenders(self, work: Work) -> list[Contender]:
         spec = self._spec
+        slices, chunks = _distinct(work, spec.slices_of(work.shape.size_bytes)), _distinct(work, spec.chunks)
+        middle, middle_chunks = slices[len(slices) // 2], chunks[len(chunks) // 2]
+        tile, tile_fused = self._pick_tiles(work, middle)
         found = [*work.plain(), *work.ours(tile)]
-        found += [work.decomposed(number, how) for number in _distinct(work, spec.chunks) for how in work.hows]
-        slices = _distinct(work, spec.slices)
-        found += [work.fused(number, Order.REMOTE, tile) for number in slices]
-        middle = slices[len(slices) // 2]
-        return [*found, work.fused(middle, Order.LOCAL, tile)]
+        found += [work.decomposed(number, how) for number in chunks for how in work.hows]
+        if How.WORDS in work.hows:
+            found.append(work.decomposed(middle_chunks, How.WORDS, words_on_device=False))
+        found += [work.fused(number, Order.REMOTE, tile_fused) for number in slices]
+        if work.shape.ratio == 1:
+            found.append(work.fused(middle, Order.LOCAL, tile_fused))
+        for other in work.others:
+            found += [
+                work.decomposed(middle_chunks, How.EVENTS, other),
+                work.fused(middle, Order.REMOTE, tile_fused, other),
+            ]
+        return found
 
     def _check(self, work: Work, contenders: Sequence[Contender]) -> int:
         """Every form with new data and spoiled memory, the fused ones again and again; returns how many runs."""
@@ -251,13 +270,13 @@ class _Call:
         self.ticket = self._contender.start(self._stream)
 
 
-def _contender(name: str, compute: Callable[[], object]) -> Contender:
+def _contender(name: str, compute: Callable[[], object], buffers: Buffers) -> Contender:
     """A computation alone."""
 
     def start(_stream: int) -> None:
         compute()
 
-    return Contender(kind=Kind.COMPUTE, name=name, start=start, setting={})
+    return Contender(kind=Kind.COMPUTE, name=name, start=start, setting={}, buffers=buffers)
 
 
 def _distinct(work: Work, numbers: Sequence[int]) -> list[int]:
@@ -269,7 +288,10 @@ def _alone(m: int, n: int, k: int) -> Exchange:
     return gemm_exchange((m, k), (n, k), torch.bfloat16, (m,), (m,))
 
 
-def _bytes(exchange: Exchange, kind: str) -> int:
-    """What the buffers of an exchange take of an arena."""
-    ranks = [0] if kind == "device" else range(1, exchange.world)
-    return sum(pages(max(1, exchange.y_bytes(r))) + pages(max(1, exchange.output_bytes(r))) for r in ranks)
+def _bytes(exchanges: Sequence[Exchange], kind: str) -> int:
+    """What the buffers of exchanges with one `y` take of an arena."""
+    ranks = [0] if kind == "device" else range(1, exchanges[0].world)
+    sizes = [exchanges[0].y_bytes(r) for r in ranks]
+    sizes += [e.output_bytes(r) for e in exchanges for r in ranks]
+    sizes += [e.wide_bytes for e in exchanges if kind == "device"]
+    return sum(pages(max(1, size)) for size in sizes)

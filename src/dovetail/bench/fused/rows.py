@@ -24,7 +24,7 @@ class Cell:
 
     kind: Kind
     name: str
-    """Who computes or how it is cut: ``torch``, ``12 slices remote 128x256``."""
+    """Who computes, how it is cut and where rows go: ``torch``, ``12 slices remote 4x4w4p6 strided``."""
     time_us: float
     """Median, from the common start until all of it was done, on the GPU's clock."""
     iterations: int
@@ -50,6 +50,10 @@ class Row:
     ranks: int
     link: str
     pace: str
+    lanes: int
+    """Queues in each direction of the forms in slices or chunks."""
+    words: str
+    """Where their flags lie, unless a cell says otherwise: ``device`` or ``host``."""
     checks: int
     """Runs whose every byte was compared."""
     cells: list[Cell]

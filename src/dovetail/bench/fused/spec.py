@@ -67,6 +67,8 @@ class Spec:
     """The GPU and its peers in host memory."""
     slices: tuple[int, ...] = (6, 12, 24, 48)
     """Slices of all that leaves, tried with the `dma` transport."""
+    least_slice_bytes: int = 1 << 19
+    """Numbers that would make smaller ones are not tried."""
     chunks: tuple[int, ...] = (3, 6, 12, 24)
     """Chunks of all that leaves, tried with the decomposed form."""
     columns: tuple[tuple[int, int], ...] = ((64 << 20, 8192), (0, 4096))
@@ -90,6 +92,14 @@ class Spec:
             raise ValueError("slices, chunks, checks and rounds are at least 1")
         if not self.seconds > 0:
             raise ValueError(f"seconds is {self.seconds}; it must be above 0")
+
+    def slices_of(self, size_bytes: int) -> tuple[int, ...]:
+        """Numbers of slices for so many bytes.
+
+        >>> Spec(shapes=()).slices_of(16 << 20)
+        (6, 12, 24)
+        """
+        return tuple(n for n in self.slices if size_bytes / n >= self.least_slice_bytes) or self.slices[:1]
 
     def width(self, size_bytes: int) -> int:
         """N of the product whose communication is so large."""
@@ -115,6 +125,6 @@ def full() -> Spec:
 def quick() -> Spec:
     """A miniature: balance of both operators, equal splits."""
     return Spec(
-        shapes=grid(ratios=(1.0,), splits=(Split.EQUAL,)), slices=(12, 24), chunks=(6, 12), seconds=0.3,
+        shapes=grid(ratios=(1.0,), splits=(Split.EQUAL,)), slices=(6, 12, 24), chunks=(6, 12), seconds=0.3,
         products=((4096, 4096, 4096),),
     )  # fmt: skip

@@ -37,8 +37,7 @@ def save(rows: Sequence[Row]) -> Path:
     new = section(rows)
     if not new:
         raise DovetailError("nothing was measured within the budget; give more time")
-    ranks = {row["ranks"] for row in rows}
-    made = profile.Profile(key=machine.profile_key(ranks), sections={SECTION: new})
+    made = profile.Profile(key=machine.profile_key(), sections={SECTION: new})  # it says itself for how many ranks
     old, _ = profile.load(env.profile_path(), machine.profile_key())
     return profile.save(old.merged(made) if old else made)
 

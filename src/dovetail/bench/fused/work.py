@@ -3,6 +3,10 @@
 Owns what is computed at a shape and whether it was right; times are the business of `gpu.py`. The computation of the
 unfused and decomposed forms is torch's; `unfused ours` is our kernel and then the collective, for a difference that is
 the fusion's alone.
+
+Embeddings arrive packed and are put side by side on the GPU, which is in the time of every form that communicates, also
+of the collective alone. Beside it stand a few forms whose copies put rows side by side (`strided`): the collective, the
+unfused ones, one decomposed and one fused, so that the best is compared with the best.
 """
 
 from __future__ import annotations
@@ -10,7 +14,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +26,7 @@ from dovetail.hw.gpu.device import Device
 from dovetail.ops.gpu.decomposed import Chunked, How, Rows, Unfused, bag_rows, gemm_rows
 from dovetail.ops.gpu.dma import (
     LANES,
+    WORDS_ON_DEVICE,
     DmaEmbedding,
     DmaGemm,
     GemmShape,
@@ -28,17 +34,16 @@ from dovetail.ops.gpu.dma import (
     embedding_exchange,
     gemm_exchange,
 )
-from dovetail.ops.gpu.exchange import GPU, Buffers, Exchange, slice_rows_of
+from dovetail.ops.gpu.exchange import GPU, Buffers, Exchange, Layout, slice_rows_of
 from dovetail.ops.gpu.tiles import Order
 
 #: A forgotten flag ends a run soon: a kernel that is over raises no more.
 TIMEOUT_S = 20.0
 _POISON = 0xFF  # NaN in every float that is written with it
-GEMM_TILES = (GemmShape(), GemmShape(group=4), GemmShape(width=128, warps=4, programs=2))
-POOL_TILES = (
-    PoolShape(), PoolShape(bags=1, depth=8), PoolShape(bags=2, depth=8), PoolShape(bags=8, depth=2),
-    PoolShape(bags=4, depth=4, warps=8), PoolShape(bags=1, depth=16, warps=2), PoolShape(bags=1, depth=4, warps=1),
-)  # fmt: skip
+GEMM_TILES = (GemmShape(), GemmShape(group=4), GemmShape(width=128, group=4, stages=4))
+#: Fewer programs leave more of the memory to copies; those that a multiprocessor can't hold are not launched.
+POOL_TILES = tuple(PoolShape(programs=number) for number in (8, 7, 6, 5))
+WORDS = {True: "device", False: "host"}  #: where flags lie, as a record names it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +54,9 @@ class Contender:
     name: str
     start: Callable[[int], Any]  #: launches into a raw stream, torch's current one; returns a ticket, or None
     setting: dict[str, Any]
+    buffers: Buffers
     in_y: bool = True  #: it writes the GPU's rows to `y`
+    made: Any = None  #: the fused operator
 
 
 class Work(ABC):
@@ -58,20 +65,31 @@ class Work(ABC):
     dtype: torch.dtype
     sizes: dict[str, int]
 
-    def __init__(self, device: Device, spec: Spec, shape: Shape, exchange: Exchange, buffers: Buffers) -> None:
-        self.device, self.spec, self.shape, self.exchange, self.buffers = device, spec, shape, exchange, buffers
-        self.where = buffers.y[GPU].device
+    def __init__(self, device: Device, spec: Spec, shape: Shape, buffers: list[Buffers]) -> None:
+        """`buffers`: of each of `exchanges`; all have one `y`."""
+        self.device, self.spec, self.shape = device, spec, shape
+        self.buffers, self.others, self.exchange = buffers[0], buffers[1:], buffers[0].exchange
+        self.where = self.buffers.y[GPU].device
         self._stack = ExitStack()
-        largest = max(len(t) for t in (buffers.y[GPU], *buffers.output))
+        largest = max(len(t) for each in buffers for t in (each.y[GPU], *each.written))
         self._spoiled = torch.full((min(largest, 64 << 20),), _POISON, dtype=torch.uint8, device=self.where)
         self._streams = [device.driver.stream_create() for _ in range(2 * LANES)]  # few: many share queues
         for stream in self._streams:
             self._stack.callback(device.driver.stream_destroy, stream)
-        self.unfused = Unfused(device, buffers, timeout_s=TIMEOUT_S)
-        self._stack.callback(self.unfused.close)
+        self._unfused = {each: self._kept(Unfused(device, each, timeout_s=TIMEOUT_S)) for each in buffers}
         self.reference = torch.empty(0)
 
+    @classmethod
+    def exchanges(cls, spec: Spec, shape: Shape) -> list[Exchange]:
+        """What is sent: the way that is meant to be fastest, then others of the same rows."""
+        return [cls.exchange_of(spec, shape)]
+
     # --- what differs
+
+    @staticmethod
+    @abstractmethod
+    def exchange_of(spec: Spec, shape: Shape) -> Exchange:
+        """What is sent."""
 
     @abstractmethod
     def scale(self, size: int) -> None:
@@ -86,7 +104,7 @@ class Work(ABC):
         """torch's operator, by rows."""
 
     @abstractmethod
-    def dma(self, num_slices: int, order: Order, tile: Any) -> Any:
+    def dma(self, num_slices: int, order: Order, tile: Any, buffers: Buffers) -> Any:
         """The fused form."""
 
     @abstractmethod
@@ -108,7 +126,13 @@ class Work(ABC):
         """As a row names it."""
         if isinstance(tile, GemmShape):
             return f"{tile.height}x{tile.width}g{tile.group}p{tile.programs}"
-        return f"{tile.bags}x{tile.depth}w{tile.warps}"
+        return f"{tile.bags}x{tile.depth}w{tile.warps}p{tile.programs}"
+
+    @staticmethod
+    def settled(tile: Any, made: Any) -> Any:
+        """A tile as it was launched: with programs that fit."""
+        number = getattr(made, "programs", 0)
+        return replace(tile, programs=number) if number else tile
 
     # --- forms
 
@@ -119,53 +143,89 @@ class Work(ABC):
         def alone(_stream: int) -> None:
             rows(0, total)
 
-        y = self.buffers.y[GPU]
-        return [
-            Contender(kind=Kind.COMPUTE, name="torch", start=alone, setting={}, in_y=self.in_place),
-            Contender(kind=Kind.COMM, name="whole", start=lambda s: self.unfused.collective(y, s), setting={}),
+        found = [
             Contender(
-                kind=Kind.UNFUSED, name="torch", start=lambda s: self.unfused.start(rows, s), setting={},
-                in_y=self.in_place,
+                kind=Kind.COMPUTE, name="torch", start=alone, setting={}, buffers=self.buffers, in_y=self.in_place
             ),
+            *self.comms(),
+        ]  # fmt: skip
+        for each, unfused in self._unfused.items():
+            found.append(Contender(
+                kind=Kind.UNFUSED, name=self._name("torch", each), start=partial(unfused.start, rows),
+                setting=self._layout(each), buffers=each, in_y=self.in_place,
+            ))  # fmt: skip
+        return found
+
+    def comms(self) -> list[Contender]:
+        """The collective alone."""
+        return [
+            Contender(
+                kind=Kind.COMM, name=self._name("whole", each), start=partial(unfused.collective, each.y[GPU]),
+                setting=self._layout(each), buffers=each,
+            )
+            for each, unfused in self._unfused.items()
         ]  # fmt: skip
 
     def ours(self, tile: Any) -> list[Contender]:
         """Our kernel alone, and before the collective."""
-        made = self._kept(self.dma(1, Order.REMOTE, tile))
-        y, setting = self.buffers.y[GPU], {"tile": self.tile_name(tile)}
+        made = self._kept(self.dma(1, Order.REMOTE, tile, self.buffers))
+        y, setting, name = self.buffers.y[GPU], {"tile": self.tile_name(tile)}, f"ours {self.tile_name(tile)}"
 
-        def after(stream: int) -> Any:
+        def after(unfused: Unfused, stream: int) -> Any:
             self.compute(made)
-            return self.unfused.collective(y, stream)
+            return unfused.collective(y, stream)
 
-        name = f"ours {self.tile_name(tile)}"
         return [
-            Contender(kind=Kind.COMPUTE, name=name, start=lambda _: self.compute(made), setting=setting),
-            Contender(kind=Kind.UNFUSED, name=name, start=after, setting=setting),
-        ]
+            Contender(
+                kind=Kind.COMPUTE, name=name, start=lambda _: self.compute(made), setting=setting,
+                buffers=self.buffers, made=made,
+            ),
+            *(
+                Contender(
+                    kind=Kind.UNFUSED, name=self._name(name, each), start=partial(after, unfused),
+                    setting=setting | self._layout(each), buffers=each,
+                )
+                for each, unfused in self._unfused.items()
+            ),
+        ]  # fmt: skip
 
-    def fused(self, num_slices: int, order: Order, tile: Any) -> Contender:
+    def fused(self, num_slices: int, order: Order, tile: Any, buffers: Buffers | None = None) -> Contender:
         """Slices behind flags."""
-        made = self._kept(self.dma(num_slices, order, tile))
+        buffers = buffers or self.buffers
+        made = self._kept(self.dma(num_slices, order, tile, buffers))
         return Contender(
-            kind=Kind.DMA, name=f"{num_slices} slices {order} {self.tile_name(tile)}",
-            start=lambda stream: self.start(made, stream),
-            setting={"slices": num_slices, "slice_rows": made.slice_rows, "order": str(order),
-                     "tile": self.tile_name(tile)},
+            kind=Kind.DMA, name=self._name(f"{num_slices} slices {order} {self.tile_name(tile)}", buffers),
+            start=lambda stream: self.start(made, stream), buffers=buffers, made=made,
+            setting={"slices": num_slices, "slice_rows": made.slice_rows, "order": str(order), "lanes": LANES,
+                     "words": WORDS[WORDS_ON_DEVICE], "tile": self.tile_name(tile)} | self._layout(buffers),
         )  # fmt: skip
 
-    def decomposed(self, num_chunks: int, how: How) -> Contender:
+    def decomposed(
+        self, num_chunks: int, how: How, buffers: Buffers | None = None, words_on_device: bool = WORDS_ON_DEVICE
+    ) -> Contender:
         """torch's operator in chunks."""
-        rows_each = self.slice_rows(num_chunks)
+        rows_each, buffers = self.slice_rows(num_chunks), buffers or self.buffers
         chunked = Chunked(
-            self.device, self.buffers, rows_each, how=how, timeout_s=TIMEOUT_S, streams=self._streams
+            self.device, buffers, rows_each, how=how, timeout_s=TIMEOUT_S, streams=self._streams,
+            words_on_device=words_on_device,
         )  # fmt: skip
         made = self._kept(chunked)
         rows = self.rows()
+        setting = {"chunks": num_chunks, "chunk_rows": rows_each, "how": str(how), "lanes": LANES}
+        name = f"{num_chunks} chunks {how}"
+        if how is How.WORDS:
+            setting |= {"words": WORDS[words_on_device]}
+            name += "" if words_on_device else " on host"
         return Contender(
-            kind=Kind.DECOMPOSED, name=f"{num_chunks} chunks {how}", start=lambda stream: made.start(rows, stream),
-            setting={"chunks": num_chunks, "chunk_rows": rows_each, "how": str(how)}, in_y=self.in_place,
+            kind=Kind.DECOMPOSED, name=self._name(name, buffers), start=lambda stream: made.start(rows, stream),
+            setting=setting | self._layout(buffers), buffers=buffers, in_y=self.in_place,
         )  # fmt: skip
+
+    def _layout(self, buffers: Buffers) -> dict[str, str]:
+        return {"layout": str(buffers.exchange.layout)}
+
+    def _name(self, name: str, buffers: Buffers) -> str:
+        return name if buffers is self.buffers else f"{name} {buffers.exchange.layout}"
 
     def slice_rows(self, number: int) -> int:
         """Rows of one of so many slices of all that leaves."""
@@ -196,7 +256,7 @@ class Work(ABC):
     def spoil(self, contender: Contender) -> None:
         """NaN wherever something is to be written; the collective alone is given something to send."""
         step = len(self._spoiled)
-        for tensor in (self.buffers.y[GPU], *self.buffers.output):
+        for tensor in (self.buffers.y[GPU], *contender.buffers.written):
             for begin in range(0, len(tensor), step):
                 part = tensor[begin : begin + step]
                 part.copy_(self._spoiled[: len(part)], non_blocking=True)
@@ -211,15 +271,22 @@ class Work(ABC):
         if contender.kind is Kind.COMPUTE:
             return right
         first = self.exchange.send[GPU]
-        for n, (sent, there) in enumerate(self.buffers.crossed(self.where)):
+        for n, (sent, there) in enumerate(contender.buffers.crossed(self.where)):
             leaves = n % 2 == 0
             if not leaves or contender.in_y:
                 right = right and torch.equal(there, sent)
             if leaves and contender.kind is not Kind.COMM:
-                found = there.contiguous().view(self.dtype)
-                right = right and self._alike(found, self.reference[first : first + len(there)])
+                right = right and self._alike_bytes(there, self.reference[first : first + len(there)])
                 first += len(there)
+        for n, (sent, there) in enumerate(contender.buffers.finished()):
+            if n or contender.in_y:
+                right = right and torch.equal(there, sent)
+            else:
+                right = right and self._alike_bytes(there, self.reference[: len(there)])
         return right
+
+    def _alike_bytes(self, found: torch.Tensor, wanted: torch.Tensor) -> bool:
+        return self._alike(found.contiguous().view(self.dtype), wanted)
 
     def _alike(self, found: torch.Tensor, wanted: torch.Tensor) -> bool:
         scale = wanted.float().abs().mean().item() if wanted.numel() else 1.0
@@ -267,10 +334,10 @@ class GemmWork(Work):
         y = self.buffers.y[GPU][: self.exchange.y_bytes(GPU)].view(self.dtype).view(len(self.x), len(self.w))
         return gemm_rows(self.x, self.w, y)
 
-    def dma(self, num_slices: int, order: Order, tile: GemmShape) -> DmaGemm:
+    def dma(self, num_slices: int, order: Order, tile: GemmShape, buffers: Buffers) -> DmaGemm:
         """See `Work`."""
         return DmaGemm(
-            self.device, self.buffers, self.x.shape, self.w.shape, self.dtype, order=order, shape=tile,
+            self.device, buffers, self.x.shape, self.w.shape, self.dtype, order=order, shape=tile,
             slice_rows=self.slice_rows(num_slices), timeout_s=TIMEOUT_S,
         )  # fmt: skip
 
@@ -291,9 +358,15 @@ class EmbeddingWork(Work):
 
     @staticmethod
     def exchange_of(spec: Spec, shape: Shape) -> Exchange:
-        """What is sent."""
+        """What is sent, packed."""
         width = spec.tables * spec.dim * torch.float32.itemsize
         return embedding_exchange([spec.tables] * spec.ranks, spec.dim, torch.float32, shape.rows(spec.ranks, width))
+
+    @classmethod
+    def exchanges(cls, spec: Spec, shape: Shape) -> list[Exchange]:
+        """Packed and strided."""
+        packed = cls.exchange_of(spec, shape)
+        return [packed, replace(packed, layout=Layout.STRIDED)]
 
     def scale(self, size: int) -> None:
         """The length of bags."""
@@ -332,12 +405,12 @@ class EmbeddingWork(Work):
 
         return placed
 
-    def dma(self, num_slices: int, order: Order, tile: PoolShape) -> DmaEmbedding:
+    def dma(self, num_slices: int, order: Order, tile: PoolShape, buffers: Buffers) -> DmaEmbedding:
         """See `Work`."""
         assert self.weight is not None
         tables = self.weight.view(self.spec.tables, -1, self.spec.dim).unbind()
         return DmaEmbedding(
-            self.device, self.buffers, tables, order=order, shape=tile,
+            self.device, buffers, tables, order=order, shape=tile,
             slice_rows=self.slice_rows(num_slices), timeout_s=TIMEOUT_S,
         )  # fmt: skip
 

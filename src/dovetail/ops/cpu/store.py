@@ -3,6 +3,10 @@
 Memory is shared, so a peer's piece of the output is an ordinary tensor here and the operator writes it without a copy.
 A call is: agree (where everybody's memory is), compute, meet again. Between `agree` and the end of a call no rank
 touches what the call was given; the exchange that opens the next call is what makes scratch free again.
+
+Where what is sent is small, or is only added up, it goes to a stage that the peers have posted before
+(`OpsGroup.push`): compute into it, then agree, and that is the only meeting. Nobody reads a peer's memory after the
+last meeting of a call, when that peer may be gone.
 """
 
 from __future__ import annotations
@@ -23,8 +27,12 @@ from dovetail.plan.step import ReduceOp
 #: Rows of a destination below which one product for all of them, and copies, beat a product per destination: each reads
 #: all of w. Measured on two cores (docs/design/ops.md).
 _FEW_ROWS = 48
-#: Bytes of a result up to which every rank adds up all of it, which saves the second meeting.
-_ONESHOT_BYTES = 32 << 10
+#: Bytes of a result up to which every rank adds up all of it, which saves a meeting.
+_ONESHOT_BYTES = 512 << 10
+#: Bytes that a stage takes from all ranks at most.
+_STAGE_BYTES = 16 << 20
+#: Bytes of an input up to which it is copied to the peers, and of a result up to which it is copied out of the stage.
+_COPIED_BYTES = 256 << 10
 
 
 def remote_first(rank: int, size: int) -> list[int]:
@@ -43,6 +51,8 @@ Order = Callable[[int, int], list[int]]
 def gemm_all_to_all(g: OpsGroup, c: calls.GemmAllToAll, *, order: Order = remote_first) -> torch.Tensor:
     """Each destination's rows, written where they end."""
     rank, size, n = g.group.rank, g.group.size, c.n
+    if c.even and size > 1 and (out := _gemm_small(g, c)) is not None:
+        return out
     out = g.blocks.empty((sum(c.receive), n), c.dtype)
     slots = g.agree(c.text, (g.blocks.offset(out),), (*c.send, *c.receive))
     starts = [sum(c.send[:d]) for d in range(size)]
@@ -65,9 +75,28 @@ def gemm_all_to_all(g: OpsGroup, c: calls.GemmAllToAll, *, order: Order = remote
     return out
 
 
+def _gemm_small(g: OpsGroup, c: calls.GemmAllToAll) -> torch.Tensor | None:
+    """One product, its pieces into the peers' stages, one meeting."""
+    rank, size = g.group.rank, g.group.size
+    m, n = c.rows // size, c.n
+    part = m * n * c.dtype.itemsize
+    if not 0 < part * size <= _COPIED_BYTES or (bases := g.push(part * size)) is None:
+        return None
+    whole = torch.mm(c.x, c.w.t())
+    for d in remote_first(rank, size):
+        g.at(d, bases[d] + rank * part, (m, n), c.dtype).copy_(whole[d * m : (d + 1) * m])
+    g.agree(c.text, (), (*c.send, *c.receive))
+    return whole.copy_(g.at(rank, bases[rank], (size * m, n), c.dtype))
+
+
 def all_gather_matmul(g: OpsGroup, c: calls.AllGatherMatmul, *, order: Order = local_first) -> torch.Tensor:
-    """Peers' rows are read where they are; its own come first, while late ranks arrive."""
+    """Peers' rows are read where they are; its own come first, while late ranks arrive. A small x is sent around."""
     rank, size, m = g.group.rank, g.group.size, c.rows
+    if size > 1 and 0 < c.x.nbytes <= _COPIED_BYTES and (bases := g.push(c.x.nbytes * size)) is not None:
+        for d in remote_first(rank, size):
+            g.at(d, bases[d] + rank * c.x.nbytes, (m, c.k), c.dtype).copy_(c.x)
+        g.agree(c.text)
+        return torch.mm(g.at(rank, bases[rank], (size * m, c.k), c.dtype), c.w.t())
     offset = g.blocks.offset(c.x)
     if offset < 0 and size > 1 and c.x.numel():
         here = g.scratch("x", c.x.nbytes)[: c.x.nbytes].view(c.dtype).view(c.x.shape)
@@ -90,20 +119,35 @@ def matmul_reduce_scatter(g: OpsGroup, c: calls.MatmulReduceScatter, *, order: O
     rank, size = g.group.rank, g.group.size
     m, n = c.rows // size, c.n
     part = m * n * c.dtype.itemsize
-    stage = g.scratch("partial", part * size)
-    slots = g.agree(c.text, (g.blocks.offset(stage),))
-    whole = torch.mm(c.x, c.w.t()) if size > 1 and m < _FEW_ROWS else None
-    with _unfinished(g, stage):
+
+    def send(bases: list[int]) -> None:
+        whole = torch.mm(c.x, c.w.t()) if size > 1 and m < _FEW_ROWS else None
         for d in order(rank, size) if part else ():
-            there = g.at(d, slots[d][0] + rank * part, (m, n), c.dtype)
+            there = g.at(d, bases[d] + rank * part, (m, n), c.dtype)
             if whole is not None:
                 there.copy_(whole[d * m : (d + 1) * m])
             else:
                 torch.mm(c.x[d * m : (d + 1) * m], c.w.t(), out=there)
-        g.barrier()
+
+    stage = _sent(g, c, part * size, send)
     out = torch.empty((m, n), dtype=c.dtype)
-    add_up(out, [stage.data_ptr() + s * part for s in range(size)])
+    add_up(out, [stage + s * part for s in range(size)])
     return out
+
+
+def _sent(g: OpsGroup, c: calls.Call, size_bytes: int, send: Callable[[list[int]], None]) -> int:
+    """Has `send` write parts into all ranks' stages, given where those begin; returns where ours is in memory."""
+    here = int(g.group.world.native.base(g.group.world.rank))
+    if size_bytes <= _STAGE_BYTES and (bases := g.push(size_bytes)) is not None:
+        send(bases)
+        g.agree(c.text)
+        return here + bases[g.group.rank]
+    stage = g.scratch("partial", size_bytes)
+    slots = g.agree(c.text, (g.blocks.offset(stage),))
+    with _unfinished(g, stage):
+        send([row[0] for row in slots])
+        g.barrier()
+    return int(stage.data_ptr())
 
 
 def gemv_all_reduce(g: OpsGroup, c: calls.GemvAllReduce, *, order: Order = remote_first) -> torch.Tensor:
@@ -133,16 +177,21 @@ def gemv_all_reduce(g: OpsGroup, c: calls.GemvAllReduce, *, order: Order = remot
 
 
 def _oneshot(g: OpsGroup, c: calls.GemvAllReduce) -> torch.Tensor:
+    """Partial products go to everybody."""
+    rank, size = g.group.rank, g.group.size
     m, n = c.rows, c.n
-    size = m * n * c.dtype.itemsize
-    stage = g.scratch("partial", size)
-    slots = g.agree(c.text, (g.blocks.offset(stage),))
-    if size:
-        torch.mm(c.x, c.w.t(), out=stage[:size].view(c.dtype).view(m, n))
-    g.barrier()
+    part = m * n * c.dtype.itemsize
+
+    def send(bases: list[int]) -> None:
+        if part:
+            mine = g.at(rank, bases[rank] + rank * part, (m, n), c.dtype)
+            torch.mm(c.x, c.w.t(), out=mine)
+            for d in remote_first(rank, size)[:-1]:
+                g.at(d, bases[d] + rank * part, (m, n), c.dtype).copy_(mine)
+
+    stage = _sent(g, c, part * size, send)
     out = torch.empty((m, n), dtype=c.dtype)
-    base = [g.group.world.native.base(r) for r in g.group.ranks]
-    add_up(out, [int(base[s]) + slots[s][0] for s in range(g.group.size)])
+    add_up(out, [stage + s * part for s in range(size)])
     return out
 
 

@@ -3,7 +3,8 @@
 Owns the rivals of the `dma` transport on one GPU with peers in host memory. All move the bytes of the same `Exchange`.
 `Unfused`: torch's operator, then the collective by copy engines. `Chunked`: torch's operator on one chunk of rows after
 the other; an event (or a word that the stream writes) behind each chunk lets its copies begin. Destinations are served
-in the order of the fused operator, and what the peers send comes at the same pace.
+in the order of the fused operator, and what the peers send comes at the same pace. Rows that arrive packed are put side
+by side as they are there (`place.py`).
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.driver import WORD, WRITE
 from dovetail.hw.gpu.local import LocalRunner, address_of
 from dovetail.hw.gpu.ticket import GpuTicket
-from dovetail.ops.gpu.dma import LANES, Flags, SlicedRun
+from dovetail.ops.gpu.dma import LANES, WORDS_ON_DEVICE, Flags, SlicedRun
 from dovetail.ops.gpu.exchange import GPU, Buffers, Pace
+from dovetail.ops.gpu.place import Placing
 from dovetail.ops.gpu.tiles import END, FIRST, Order, row_tiles
 from dovetail.plan.build.sliced import Slice
 
@@ -45,18 +47,23 @@ class Unfused:
         self.plan, self._buffers = buffers.exchange.whole(), buffers
         self._runner = LocalRunner(device, self.plan, host_ranks=buffers.exchange.peers, timeout_s=timeout_s)
         self._rows = sum(buffers.exchange.send)
+        self._placing = Placing(device, buffers)
 
     def start(self, compute: Rows, stream: int) -> GpuTicket:
         """Both in the raw stream, torch's current one."""
         return self.collective(compute(0, self._rows), stream)
 
     def collective(self, y: torch.Tensor, stream: int) -> GpuTicket:
-        """The collective alone; it takes the GPU's rows from `y`, bytes."""
-        return self._runner.submit(self._buffers.of(self.plan, y), after=stream)
+        """The collective alone, until the output is finished; it takes the GPU's rows from `y`."""
+        self._placing.begin(stream)
+        ticket = self._runner.submit(self._buffers.of(self.plan, y), after=stream)
+        self._placing.end(stream, y)
+        return ticket
 
     def close(self) -> None:
         """Waits for the last run."""
         self._runner.close()
+        self._placing.close()
 
 
 class Chunked:
@@ -65,9 +72,12 @@ class Chunked:
     def __init__(
         self, device: Device, buffers: Buffers, chunk_rows: int, *, how: How | str = How.EVENTS,
         order: Order | str = Order.REMOTE, pace: Pace | str = Pace.STEP, timeout_s: float | None = None,
-        lanes: int = LANES, streams: Sequence[int] = (),
+        lanes: int = LANES, streams: Sequence[int] = (), words_on_device: bool = WORDS_ON_DEVICE,
     ) -> None:  # fmt: skip
-        """`lanes`: streams for the copies of each direction; `streams`: twice as many of the caller's, or its own."""
+        """`lanes`: streams for the copies of each direction; `streams`: twice as many of the caller's, or its own.
+
+        `words_on_device`: with words, these lie in the GPU's memory.
+        """
         device.enter()
         exchange, self._driver, self._buffers = buffers.exchange, device.driver, buffers
         tiles = row_tiles(exchange.send, GPU, chunk_rows, slice_rows=chunk_rows, order=order)
@@ -76,11 +86,14 @@ class Chunked:
         self._run: SlicedRun | None = None
         self._events: list[int] = []
         self._streams, self._owns = list(streams), not streams
+        self._kept = exchange.send[GPU]
         if self.how is How.WORDS:
             plan = exchange.sliced(tiles, pace=pace, lanes=lanes)
             self._run = SlicedRun(
-                device, plan, buffers.of(plan), host_ranks=exchange.peers, timeout_s=timeout_s, lanes=lanes
+                device, plan, buffers.of(plan), host_ranks=exchange.peers, timeout_s=timeout_s, lanes=lanes,
+                words_on_device=words_on_device,
             )  # fmt: skip
+            self._placing = Placing(device, buffers)
             return
         self.leaving, arriving, follows = exchange.slices(tiles, pace)
         self._early = [] if follows else arriving
@@ -89,11 +102,15 @@ class Chunked:
             self._with[k].append(piece)
         self._streams = self._streams or [self._driver.stream_create() for _ in range(2 * lanes)]
         self._events = [self._driver.event_create() for _ in range(len(self.chunks) + 1 + len(self._streams))]
+        self._placing = Placing(device, buffers)
 
     def start(self, compute: Rows, stream: int) -> GpuTicket | None:
         """All of it in the raw stream, torch's current one. With events there is no ticket: the stream tells."""
+        self._placing.begin(stream)
         if self._run is not None:
-            return self._run.start(_Chunks(self, compute), stream)
+            ticket = self._run.start(_Chunks(self, compute), stream)
+            self._placing.end(stream)
+            return ticket
         driver, number = self._driver, len(self.chunks)
         ready, before, ends = self._events[:number], self._events[number], self._events[number + 1 :]
         out, into = (itertools.cycle(self._streams[side::2]) for side in (0, 1))
@@ -111,10 +128,17 @@ class Chunked:
                 self._copy(self.leaving[k], next(out), ready[k], rows)
             for piece in self._with[k]:
                 self._copy(piece, next(into), ready[k])
+            self._own(begin, end, rows, stream)
         for other, event in zip(self._streams, ends, strict=True):
             driver.event_record(event, other)
             driver.stream_wait_event(stream, event)
+        self._placing.end(stream)
         return None
+
+    def _own(self, begin: int, end: int, rows: torch.Tensor, stream: int) -> None:
+        """Places a chunk of what the GPU keeps: its first rows."""
+        if end <= self._kept:
+            self._placing.own(rows, begin, stream)
 
     def _copy(self, piece: Slice, stream: int, after: int | None = None, rows: torch.Tensor | None = None) -> None:
         """Behind an event; `rows`: the chunk itself, if that is what the source's bytes are."""
@@ -132,6 +156,7 @@ class Chunked:
         """Waits for the last run. Safe to call twice."""
         if self._run is not None:
             self._run.close()
+        self._placing.close()
         for stream in self._streams:
             self._driver.stream_synchronize(stream)
             if self._owns:
@@ -152,9 +177,10 @@ class _Chunks:
         word = np.zeros(1, WORD)
         word["kind"], word["value"] = WRITE, flags.value
         for (begin, end), address in zip(self._chunked.chunks, flags.words, strict=True):
-            self._compute(begin, end)
+            rows = self._compute(begin, end)
             word["address"] = address
             self._chunked._driver.stream_words(word, stream)
+            self._chunked._own(begin, end, rows, stream)
 
 
 def gemm_rows(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> Rows:

@@ -5,7 +5,8 @@ same exchange gives the plan of slices behind flags and the one of whole pieces,
 
 Rank 0 is the GPU. It computes `y`, its rows grouped by destination, and sends rows `send[j]` to rank j; peer j sends
 `receive[j]` rows. Nothing is moved inside the GPU: rows for the GPU itself stay in `y` (on NVIDIA a copy there would be
-a kernel), and between two peers nothing is moved at all: only what crosses the GPU's link.
+a kernel), and between two peers nothing is moved at all: only what crosses the GPU's link. What has to be placed inside
+the GPU afterwards is the business of `place.py`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,14 @@ class Pace(StrEnum):
     START = "start"  #: all of them when the run begins
 
 
+class Layout(StrEnum):
+    """How the rows of several sources stand in an output."""
+
+    BELOW = "below"  #: one source's below the other's, of one width (products)
+    PACKED = "packed"  #: they arrive like that, of any width, in plain runs of memory, and are put side by side then
+    STRIDED = "strided"  #: copies put them side by side: an engine pays for every row, more so beside a busy memory
+
+
 def slice_rows_of(rows: int, row_bytes: int, tile_rows: int = 1, num_slices: int = NUM_SLICES) -> int:
     """Rows of a slice: about `num_slices` in all, none below a megabyte, whole tiles.
 
@@ -61,7 +70,7 @@ class Exchange:
     send: tuple[int, ...]  #: rows of the GPU for each rank; `send[0]` stay
     receive: tuple[int, ...]  #: rows of each rank for the GPU; `receive[0]` is `send[0]`
     row_bytes: tuple[int, ...]  #: width of the rows that each rank computes
-    side_by_side: bool = False  #: an output has the rows of all ranks side by side (embeddings)
+    layout: Layout = Layout.BELOW
 
     def __post_init__(self) -> None:
         world = len(self.send)
@@ -70,10 +79,15 @@ class Exchange:
         if min(*self.send, *self.receive, *self.row_bytes, 0) < 0 or self.send[GPU] != self.receive[GPU]:
             given = f"send {self.send}, receive {self.receive}, row_bytes {self.row_bytes}"
             raise ValueError(f"{given}: nothing is negative, and what stays is in both")
-        if self.side_by_side and len(set(self.receive)) > 1:
+        if self.is_wide and len(set(self.receive)) > 1:
             raise ValueError(f"rows side by side are as many from every rank, not {self.receive}")
-        if not self.side_by_side and len(set(self.row_bytes)) > 1:
+        if not self.is_wide and len(set(self.row_bytes)) > 1:
             raise ValueError(f"rows below each other are of one width, not {self.row_bytes}")
+
+    @property
+    def is_wide(self) -> bool:
+        """A finished output has the rows of all ranks side by side (embeddings)."""
+        return self.layout is not Layout.BELOW
 
     @property
     def world(self) -> int:
@@ -100,17 +114,25 @@ class Exchange:
         return (sum(self.send) if rank == GPU else self.receive[rank]) * self.row_bytes[rank]
 
     def output_bytes(self, rank: int) -> int:
-        """Of a rank's output; a peer's has only the rows of the GPU, unless all stand side by side."""
-        if self.side_by_side:
+        """Of what copies write to; a peer's has only the rows of the GPU, unless copies put all side by side."""
+        if self.layout is Layout.STRIDED:
             return (self.receive[GPU] if rank == GPU else self.send[rank]) * sum(self.row_bytes)
-        return (sum(self.receive) if rank == GPU else self.send[rank]) * self.row_bytes[rank]
+        return self._above(self.world) if rank == GPU else self.send[rank] * self.row_bytes[GPU]
+
+    @property
+    def wide_bytes(self) -> int:
+        """Of the GPU's finished output, where rows that arrived packed are put side by side; 0 if none are."""
+        return self.receive[GPU] * sum(self.row_bytes) if self.layout is Layout.PACKED else 0
+
+    def _above(self, source: int) -> int:
+        """Bytes of the sources before one, where they stand below each other; the GPU's own rows have a place."""
+        return sum(rows * width for rows, width in zip(self.receive[:source], self.row_bytes[:source], strict=True))
 
     def _target(self, source: int, destination: int) -> tuple[int, int]:
         """Where a source's first row stands in an output, and the pitch."""
-        if self.side_by_side:
+        if self.layout is Layout.STRIDED:
             return sum(self.row_bytes[:source]), sum(self.row_bytes)
-        above = sum(self.receive[:source]) if destination == GPU else 0
-        return above * self.row_bytes[source], self.row_bytes[source]
+        return self._above(source) if destination == GPU else 0, self.row_bytes[source]
 
     def _slice(self, source: int, destination: int, first: int, begin: int, end: int) -> Slice:
         """Rows [begin, end) of a source's y, whose rows for this destination begin at `first`."""
@@ -163,14 +185,47 @@ class Exchange:
 
 
 class Buffers:
-    """The memory of an exchange: `y` and `output` of every rank, bytes."""
+    """The memory of an exchange: `y` and `output` of every rank, bytes.
 
-    def __init__(self, exchange: Exchange, take: Callable[[str, int], torch.Tensor]) -> None:
-        """`take`: bytes of "device" or pinned "host" memory."""
+    `wide`: the GPU's finished output, [its samples][all ranks' rows side by side]; None if there is none. The peers are
+    other ranks: where rows arrive packed, each puts its own side by side, which is not done here.
+    """
+
+    def __init__(
+        self, exchange: Exchange, take: Callable[[str, int], torch.Tensor], y: list[torch.Tensor] | None = None
+    ) -> None:
+        """`take`: bytes of "device" or pinned "host" memory; `y`: that of another exchange of the same rows."""
         kinds = ["device" if rank == GPU else "host" for rank in range(exchange.world)]
         self.exchange = exchange
-        self.y = [take(kind, max(1, exchange.y_bytes(r))) for r, kind in enumerate(kinds)]
+        self.y = y or [take(kind, max(1, exchange.y_bytes(r))) for r, kind in enumerate(kinds)]
         self.output = [take(kind, max(1, exchange.output_bytes(r))) for r, kind in enumerate(kinds)]
+        self.wide: torch.Tensor | None = self.output[GPU] if exchange.is_wide else None
+        if exchange.layout is Layout.PACKED:
+            self.wide = take("device", max(1, exchange.wide_bytes))
+
+    @property
+    def written(self) -> list[torch.Tensor]:
+        """All that a run writes to, but `y`."""
+        return [*self.output, *([self.wide] if self.exchange.layout is Layout.PACKED and self.wide is not None else [])]
+
+    @property
+    def all_columns(self) -> torch.Tensor:
+        """The GPU's finished output as rows of bytes."""
+        e = self.exchange
+        assert self.wide is not None
+        return self.wide[: e.receive[GPU] * sum(e.row_bytes)].view(e.receive[GPU], sum(e.row_bytes))
+
+    def columns(self, source: int) -> torch.Tensor:
+        """Where a source's rows stand in it."""
+        widths = self.exchange.row_bytes
+        return self.all_columns.narrow(1, sum(widths[:source]), widths[source])
+
+    def arrived(self, source: int) -> torch.Tensor:
+        """A source's rows as they arrived, packed; the GPU's own in `y`."""
+        e = self.exchange
+        rows, width = e.receive[source], e.row_bytes[source]
+        of, at = (self.y[GPU], 0) if source == GPU else (self.output[GPU], e._above(source))
+        return of[at : at + rows * width].view(rows, width)
 
     def of(self, plan: Plan, y: torch.Tensor | None = None) -> dict[tuple[int, str], Any]:
         """By the names that a plan has for them; `y`: another one of the GPU."""
@@ -184,6 +239,16 @@ class Buffers:
         if y is not None:
             found |= {key: y for key in found if key[0] == GPU and key[1] != "output"}
         return found
+
+    def finished(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(what was computed, where it stands in the GPU's finished output) of each source; nothing if there is none.
+
+        Rows of bytes, on the GPU; the first pair is the GPU's own.
+        """
+        e = self.exchange
+        for source in range(e.world if self.wide is not None else 0):
+            size, there = e.receive[source] * e.row_bytes[source], self.columns(source)
+            yield self.y[source][:size].to(there.device).view(there.shape), there
 
     def crossed(self, where: torch.device | None = None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(what was sent, what arrived) of each pair over the link, as rows of bytes: to a peer, from it, to the next.

@@ -1,8 +1,8 @@
 """The transport `store`: one persistent kernel per operator, whose programs write to peers while they compute.
 
-Owns the memory that the ranks of a group share for it (signal words, staging), the tables of tiles and the launches.
-Device-agnostic: on a GPU it launches on torch's current stream and returns before the kernel ends; under Triton's
-interpreter it works on the CPU heap, one program per kernel, and returns when it has ended.
+Owns the operators: what is checked, what is allocated, which kernel is launched. Device-agnostic: on a GPU it launches
+on torch's current stream and returns before the kernel ends; under Triton's interpreter it works on the CPU heap, one
+program per kernel, and returns when it has ended.
 
 A kernel waits for peers while it holds multiprocessors, so all programs of all ranks must fit on their GPU at once: R
 ranks that share one get at most floor(multiprocessors / R) programs each. Every wait is bounded; one that runs out ends
@@ -14,173 +14,27 @@ before with that shape: run numbers are counted on the device. Memory of capture
 
 from __future__ import annotations
 
+import itertools
 import math
-import struct
-from collections import deque
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from types import TracebackType
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from dovetail.errors import DovetailError, MismatchError, NotSupported, Timeout
-from dovetail.hw.cpu import native
-from dovetail.hw.world import Group
-from dovetail.language import Addresses, Symmetric
-from dovetail.language.symmetric import indexed
+from dovetail.errors import MismatchError, NotSupported
+from dovetail.language import Symmetric
 from dovetail.ops.gpu import tiles
+from dovetail.ops.gpu.shared import LOCAL_WORDS, Rows, Shared
 from dovetail.ops.gpu.tiles import Blocks, Order
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: Looks per second of a kernel that waits: about what a GPU does, and what the interpreter does.
-_LOOKS_PER_S = 1_000_000
-_INTERPRETED_LOOKS_PER_S = 5_000
-#: What `kernels.protocol` calls what a rank waits for.
-_WHAT = ("begin its part", "finish its part", "send a slice", "copy its rows")
-_TEXT_BYTES = 160
-_TABLE_WORDS = 1 << 14
-#: Tables of tiles that are kept for splits seen before.
-_MOST_SPLITS = 256
-#: Words of a call on this rank alone: run number, programs that ended, a wait ran out.
-_LOCAL_WORDS = 3
-_INTERPRETED = Blocks(height=16, width=32, depth=32, group=2, warps=4, stages=1)
-#: Elements of one step of a bag kernel, and rows of one bag in it at most.
-_BAG_ELEMENTS, _MOST_DEPTH = 16384, 16
+#: Under the interpreter tiles are as small as for many programs, so that small problems have several.
+_MANY = 1 << 20
 
 
-@dataclass(slots=True)
-class _State:
-    """What the ranks share for calls of one kind. Its runs follow each other."""
-
-    signals: Symmetric
-    local: torch.Tensor
-    stage: Symmetric | None = None
-    result: Symmetric | None = None  #: where peers store what a captured call then copies to its output
-
-
-@dataclass(slots=True)
-class _Rows:
-    """A table of tiles on the device, and counters that only kernels with this table use."""
-
-    blocks: Blocks
-    tiles: torch.Tensor
-    segments: torch.Tensor
-    slice_tiles: torch.Tensor
-    counters: torch.Tensor
-    even: bool
-
-
-class _Tables:
-    """Addresses on the device. An entry is written once and never again: kernels in flight hold its place.
-
-    On a GPU an entry is copied from pinned memory in torch's current stream, other streams wait for that. One that is
-    made while a graph is captured is copied by every replay, and is not used by other calls.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._found: dict[tuple[Any, ...], torch.Tensor] = {}
-        self._captured: dict[tuple[Any, ...], torch.Tensor] = {}
-        self._fresh: dict[tuple[Any, ...], Any] = {}  # copies that may not be done
-        self._chunks: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._used = _TABLE_WORDS
-
-    def of(self, addresses: NDArray[np.int64]) -> torch.Tensor:
-        """The table of these addresses."""
-        key = (*addresses.tolist(),)
-        capturing = _is_capturing(self._device)
-        found = self._found.get(key)
-        if found is not None and not capturing and key in self._fresh:
-            event = self._fresh[key]
-            if event.query():
-                del self._fresh[key]
-            else:
-                torch.cuda.current_stream(self._device).wait_event(event)
-        if found is None and capturing:
-            found = self._captured.get(key)
-        return self._made(key, capturing) if found is None else found
-
-    def _made(self, key: tuple[int, ...], capturing: bool) -> torch.Tensor:
-        if self._used + len(key) > _TABLE_WORDS:
-            if capturing:
-                raise NotSupported("no room for a table of addresses while a graph is captured: call it once before")
-            here = torch.zeros(_TABLE_WORDS, dtype=torch.int64, pin_memory=self._device.type != "cpu")
-            self._chunks.append((here, here if self._device.type == "cpu" else here.to(self._device)))
-            self._used = 0
-        here, there = (words[self._used : self._used + len(key)] for words in self._chunks[-1])
-        self._used += -(-len(key) // 2) * 2
-        here.copy_(torch.tensor(key, dtype=torch.int64))
-        if self._device.type != "cpu":
-            there.copy_(here, non_blocking=True)
-            if not capturing:
-                self._fresh[key] = _recorded(self._device)
-        (self._captured if capturing else self._found)[key] = there
-        return there
-
-
-class Store:
-    """The fused operators of a group on one kind of device, by stores to peers. All members make one together.
-
-    Args:
-        programs: of each kernel; as many as this rank may have by default.
-        blocks: the tiles of every GEMM; chosen by shape by default.
-
-    Raises:
-        NotSupported: more programs than this rank's share of the GPU, or no Triton for this device.
-    """
-
-    def __init__(
-        self,
-        group: Group,
-        device: torch.device | str,
-        *,
-        programs: int | None = None,
-        blocks: Blocks | None = None,
-    ) -> None:
-        import triton
-
-        self.group, self.device = group, indexed(device)
-        self._interpreted = bool(triton.knobs.runtime.interpret)
-        if (self.device.type == "cpu") != self._interpreted:
-            raise NotSupported(
-                f"kernels for {self.device.type} tensors with TRITON_INTERPRET={int(self._interpreted)}: they run on a "
-                "GPU, or on CPU tensors under Triton's interpreter"
-            )
-        self._addresses = Addresses.of(group, self.device)
-        mine = self._addresses.device_id
-        _, ids = self._addresses.exchange([], mine)
-        self.num_sharing = ids.count(mine)  #: ranks on this rank's GPU, itself included
-        self.programs = self._share(programs)
-        self._blocks = blocks or (_INTERPRETED if self._interpreted else None)
-        self._states: dict[Hashable, _State] = {}
-        self._rows: dict[Hashable, _Rows] = {}
-        self._uneven: dict[Hashable, _Rows] = {}  # of splits that may change with every call
-        self._inputs: dict[Hashable, torch.Tensor] = {}  # copies of inputs that peers can't reach
-        self._tables = _Tables(self.device)
-        self._status = torch.zeros(2, dtype=torch.int64, pin_memory=not self._interpreted)
-        self._held: deque[tuple[Any, Any]] = deque()
-        self._captured: list[Any] = []
-        self._last: Any = None  # the stream of the last launch
-
-    def _share(self, programs: int | None) -> int:
-        if self._interpreted:
-            if programs not in (None, 1):
-                raise NotSupported(f"{programs} programs: the interpreter runs one after the other, so 1 is the most")
-            return 1
-        many = torch.cuda.get_device_properties(self.device).multi_processor_count
-        most = many // self.num_sharing
-        if not 1 <= (programs or most) <= most:
-            raise NotSupported(
-                f"{programs or most} programs per kernel: {self.num_sharing} ranks share this GPU of {many} "
-                f"multiprocessors, so each may have 1 to {most}; with more, a kernel could wait for one that has no "
-                "place to run"
-            )
-        return programs or most
-
-    # --- operators
+class Store(Shared):
+    """The five fused operators of a group, by stores to peers. All members make one together and call it alike."""
 
     def gemm_all_to_all(
         self, x: torch.Tensor, w: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, order: str = "remote"
@@ -205,14 +59,12 @@ class Store:
         out = self._addresses.empty((sum(receive), n), x.dtype)
         text = f"gemm_all_to_all(x [.., {k}], w [{n}, {k}], {x.dtype})"
         table, numbers = self._agree(text, out, (*send, *receive))
-        for other in range(world):
-            if numbers[rank][other] != numbers[other][world + rank]:
-                calls = {
-                    r: f"{text} with send {numbers[r][:world]}, receive {numbers[r][world:]}" for r in (rank, other)
-                }
+        for i, j in itertools.product(range(world), repeat=2):
+            if numbers[i][j] != numbers[j][world + i]:
+                calls = {r: f"{text} with send {numbers[r][:world]}, receive {numbers[r][world:]}" for r in (i, j)}
                 raise MismatchError(
-                    f"rank {rank} sends {send[other]} rows to rank {other}, which expects "
-                    f"{numbers[other][world + rank]}; nothing was moved",
+                    f"rank {i} sends {numbers[i][j]} rows to rank {j}, which expects {numbers[j][world + i]}; nothing "
+                    "was moved",
                     calls=calls,
                 )
         state = self._state(("gemm_all_to_all",), 2 * world)
@@ -254,7 +106,7 @@ class Store:
         x, w = self._begin("all_gather_matmul", x, w)
         world, rank = self.group.size, self.group.rank
         (m, k), n = x.shape, w.shape[0]
-        if not self._addresses.reaches(x):
+        if not self._addresses.reaches(x) or x.data_ptr() % 16:
             x = self._scratch(m, k, x.dtype).copy_(x)
         table, _ = self._agree(f"all_gather_matmul(x [{m}, {k}], w [.., {k}], {x.dtype})", x, ())
         state = self._state(("all_gather_matmul",), 2 * world)
@@ -322,19 +174,19 @@ class Store:
         (m, k), n = x.shape, w.shape[0]
         if m > 64:
             raise ValueError(f"x has {m} rows; gemv_all_reduce takes up to 64")
-        blocks = self._gemv_blocks(m, n, k, x.dtype)
+        blocks = tiles.gemv_blocks(m, n, x.dtype.itemsize, _MANY if self._interpreted else self.programs)
         room = math.ceil(math.ceil(n / blocks.width) / world)
         kind = ("gemv_all_reduce", m, n, x.dtype, blocks.width)
-        text = f"gemv_all_reduce(x [{m}, ..], w [{n}, ..], {x.dtype})"
         if not (m and n):
-            return torch.zeros((m, n), dtype=x.dtype, device=self.device)
+            return torch.empty((m, n), dtype=x.dtype, device=self.device)
+        out: torch.Tensor
         if self._is_capturing():
             state = self._state(kind, 0)
             assert state.result is not None
             out, table = state.result.tensor, state.result.table
         else:
             out = self._addresses.empty((m, n), x.dtype)
-            table, _ = self._agree(text, out, ())
+            table, _ = self._agree(f"gemv_all_reduce(x [{m}, ..], w [{n}, ..], {x.dtype})", out, ())
             state = self._state(kind, (2 + room) * world, (world, room, m, blocks.width), x.dtype)
             if state.result is None:
                 state.result = Symmetric(self.group, (m, n), x.dtype, self.device)
@@ -343,7 +195,7 @@ class Store:
         assert state.stage is not None
         self._launch(
             gemv_all_reduce_kernel, blocks, out,
-            x, w, table, state.stage.table, *self._words(state, state.local[_LOCAL_WORDS:]), rank, world, m, n, k,
+            x, w, table, state.stage.table, *self._words(state, state.local[LOCAL_WORDS:]), rank, world, m, n, k,
             _tl(x.dtype), blocks.height, blocks.width, blocks.depth,
             n % blocks.width == 0, k % blocks.depth == 0, _precision(x.dtype), self._interpreted,
             Order(order) is Order.REMOTE,
@@ -372,9 +224,9 @@ class Store:
             per_sample_weights: a factor per value.
             tables_of_rank: how many tables each rank has; asked for by one more exchange if it is not given.
 
-        A row number out of range pools nothing and is raised as `IndexError` by the next call or by `check`.
+        A row number out of range pools nothing; `check` raises `IndexError` for it, or the next call on all ranks.
         """
-        self._begin_any("embedding_all_to_all")
+        self._ready()
         self._refuse_capture("embedding_all_to_all")
         world, rank = self.group.size, self.group.rank
         self._check_bags(weights, values, offsets, batch, mode, per_sample_weights)
@@ -393,7 +245,9 @@ class Store:
         state = self._state(("embedding_all_to_all",), 2 * world)
         if not out.numel():
             return out
-        bags, depth, block = self._bag_shape(dim, values.numel(), len(weights) * batch)
+        bags, depth, block = tiles.bag_shape(dim, values.numel(), len(weights) * batch)
+        if self._interpreted:
+            bags, depth = 4, 2  # small problems in several steps
         blocks = Blocks(height=bags, width=1, depth=1, warps=16, stages=1)
         key = ("embedding_all_to_all", len(weights))
         rows = self._row_tiles(key, (local_batch,) * world, 1, 1, dtype, order=order, blocks=blocks)
@@ -412,67 +266,7 @@ class Store:
         )  # fmt: skip
         return out
 
-    # --- failures and the end
-
-    def check(self) -> None:
-        """Raises what a kernel that has ended reported; returns at once if nothing was.
-
-        Raises:
-            Timeout: a peer was late; the group is broken.
-            IndexError: a row number was out of range.
-        """
-        late, bad = self._status.tolist()
-        if late:
-            what, rank = late // 65536 - 1, late % 65536
-            error = Timeout(
-                f"rank {rank} of {self.group} did not {_WHAT[what]} of a fused operator within about "
-                f"{self.group.timeout_s:g} s; this rank's result is void"
-            )
-            self._broken(error)
-            raise error
-        if bad:
-            self._status[1] = 0
-            raise IndexError(f"values[{bad - 1}] is not a row of its table; nothing was pooled for it")
-
-    def close(self) -> None:
-        """Waits for this rank's kernels and gives everything back, together with the other members."""
-        self._addresses.settle()
-        states, self._states = self._states, {}
-        for state in states.values():
-            state.signals.close()
-            for more in (state.stage, state.result):
-                if more is not None:
-                    more.close()
-        self._rows.clear()
-        self._uneven.clear()
-        self._inputs.clear()
-        self._held.clear()
-        self._captured.clear()
-
-    def __enter__(self) -> Store:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _broken(self, error: DovetailError) -> None:
-        """Memory that a late peer may still write is not used again."""
-        native.keep((self._held, self._states, self._inputs, self._captured))
-        self._held, self._states, self._inputs, self._captured = deque(), {}, {}, []
-        self._addresses.fail(error)
-
-    # --- what the operators have in common
-
-    def _begin_any(self, name: str) -> None:
-        if self.group.broken is not None:
-            raise self.group.broken
-        self.check()
-        if self._is_capturing():
-            return  # a capture would end if an event were asked for
-        while self._held and (self._held[0][0] is None or self._held[0][0].query()):
-            self._held.popleft()
+    # --- arguments
 
     def _begin(self, name: str, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1]:
@@ -482,7 +276,7 @@ class Store:
             raise NotSupported(f"{name} of {x.dtype} and {w.dtype}: the kernels multiply {can}, both alike")
         if x.device != w.device or x.device.type != self.device.type:
             raise ValueError(f"{name}: x is on {x.device}, w on {w.device}; this store is for {self.device}")
-        self._begin_any(name)
+        self._ready()
         return x.contiguous(), w.contiguous()
 
     def _check_bags(
@@ -507,142 +301,13 @@ class Store:
         if scales is not None and scales.shape != values.shape:
             raise ValueError(f"per_sample_weights is {tuple(scales.shape)}, values {tuple(values.shape)}")
 
-    def _state(
-        self, kind: Hashable, num_words: int, stage: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
-    ) -> _State:
-        found = self._states.get(kind)
-        if found is None:
-            self._refuse_capture()
-            signals = Symmetric(self.group, (num_words,), torch.int64, self.device)
-            local = torch.zeros(_LOCAL_WORDS + 1, dtype=torch.int64, device=self.device)
-            made = None
-            if stage is not None:
-                assert dtype is not None
-                made = Symmetric(self.group, stage, dtype, self.device)
-            found = self._states[kind] = _State(signals, local, made)
-        return found
-
-    def _scratch(self, m: int, k: int, dtype: torch.dtype) -> torch.Tensor:
-        """For an input; used again by the next call, which comes after all peers have read it."""
-        found = self._inputs.get((m, k, dtype))
-        if found is None:
-            self._refuse_capture()
-            found = self._inputs[m, k, dtype] = self._addresses.empty((m, k), dtype)
-        return found
-
-    def _agree(
-        self, text: str, tensor: torch.Tensor | None, numbers: Sequence[int]
-    ) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
-        """(table of everybody's `tensor`, everybody's numbers); blocks until all have called.
-
-        Raises:
-            MismatchError: they do not make the same call; nothing was moved.
-        """
-        note = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES) + struct.pack(f"<{len(numbers)}q", *numbers)
-        addresses, notes = self._addresses.exchange([] if tensor is None else [tensor], note)
-        texts = [n[:_TEXT_BYTES].decode(errors="replace").rstrip() for n in notes]
-        if len(set(texts)) > 1 or len({len(n) for n in notes}) > 1:
-            calls = dict(enumerate(texts))
-            raise MismatchError(f"the ranks of {self.group} do not make the same call; nothing was moved", calls=calls)
-        table = self._tables.of(addresses[:, 0]) if tensor is not None else torch.empty(0, dtype=torch.int64)
-        return table, [struct.unpack(f"<{len(numbers)}q", n[_TEXT_BYTES:]) for n in notes]
-
-    def _row_tiles(
-        self, kind: Hashable, rows: tuple[int, ...], n: int, k: int, dtype: torch.dtype, *, order: str,
-        rows_before: tuple[int, ...] | None = None, slice_rows: int | None = None, num_counters: int = 0,
-        blocks: Blocks | None = None,
-    ) -> _Rows:  # fmt: skip
-        blocks = blocks or self._blocks or tiles.gemm_blocks(rows, n, k, dtype.itemsize, self.programs)
-        key = (kind, rows, n, blocks, order, rows_before, slice_rows)
-        known = self._rows if rows_before is None else self._uneven
-        found = known.get(key)
-        if found is None:
-            self._refuse_capture()
-            if known is self._uneven and len(known) >= _MOST_SPLITS:
-                del known[next(iter(known))]  # the stream's order keeps its memory until kernels are done with it
-            made = tiles.row_tiles(
-                rows, self.group.rank, blocks.height, slice_rows=slice_rows, order=order, rows_before=rows_before
-            )
-
-            def put(array: NDArray[np.int64]) -> torch.Tensor:
-                return torch.from_numpy(array).to(self.device, copy=True)
-
-            many = max(num_counters, self.group.size, len(made.slices))
-            counters = torch.zeros(many, dtype=torch.int64, device=self.device)
-            found = known[key] = _Rows(
-                blocks, put(made.tiles), put(made.segments), put(made.slice_tiles), counters,
-                made.is_even(blocks.height),
-            )  # fmt: skip
-        return found
-
-    def _words(self, state: _State, counters: torch.Tensor) -> tuple[Any, ...]:
-        """signals, local, counters, status, bound."""
-        per_s = _INTERPRETED_LOOKS_PER_S if self._interpreted else _LOOKS_PER_S
-        bound = max(1, math.ceil(self.group.timeout_s * per_s))
-        return state.signals.table, state.local, counters, self._status.data_ptr(), bound
-
-    def _shape(self, rows: _Rows, n: int, k: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    def _shape(self, rows: Rows, n: int, k: int, dtype: torch.dtype) -> tuple[Any, ...]:
+        """What a GEMM kernel is compiled for, from BM on."""
         b = rows.blocks
         return (
             b.height, b.width, b.depth, b.group, self.programs,
             rows.even, n % b.width == 0, k % b.depth == 0, _precision(dtype), self._interpreted,
         )  # fmt: skip
-
-    def _gemv_blocks(self, m: int, n: int, k: int, dtype: torch.dtype) -> Blocks:
-        if self._interpreted:
-            return Blocks(height=16, width=16, depth=32, warps=4, stages=1)
-        height = 16 if m <= 16 else 32 if m <= 32 else 64
-        width = 32 if -(-n // 32) >= self.programs else 16
-        return Blocks(height=height, width=width, depth=256 // dtype.itemsize, warps=4, stages=4)
-
-    def _bag_shape(self, dim: int, num_values: int, num_bags: int) -> tuple[int, int, int]:
-        """(bags, depth, block of dims): powers of two, for bags of the average length."""
-        block = max(16, 1 << (dim - 1).bit_length())
-        if self._interpreted:
-            return 4, 2, block
-        depth = min(_MOST_DEPTH, 1 << max(0, (num_values // max(num_bags, 1)).bit_length() - 1))
-        return max(1, min(64, _BAG_ELEMENTS // (depth * block))), depth, block
-
-    def _launch(self, kernel: Any, blocks: Blocks, held: Any, *args: Any) -> None:
-        if self._interpreted:
-            kernel[(1,)](*args)
-            self._held.append((None, held))
-            self.check()
-            return
-        capturing = self._is_capturing()
-        stream = torch.cuda.current_stream(self.device)
-        if not capturing and self._held and self._last != stream:
-            stream.wait_event(self._held[-1][0])  # runs follow each other, on whichever stream
-        with torch.cuda.device(self.device):
-            kernel[(self.programs,)](*args, num_warps=blocks.warps, num_stages=blocks.stages)
-        if capturing:
-            self._captured.append(held)  # replays use this memory as long as the graph lives
-        else:
-            self._held.append((_recorded(self.device), held))
-            self._last = stream
-
-    def _is_capturing(self) -> bool:
-        return _is_capturing(self.device)
-
-    def _refuse_capture(self, op: str = "") -> None:
-        if self._is_capturing():
-            raise NotSupported(
-                f"{op} can't be captured in a graph: its output is new memory in every call"
-                if op
-                else "a graph is captured and this shape is new: call the operator once before the capture"
-            )
-
-
-def _recorded(device: torch.device) -> Any:
-    """An event behind what torch's current stream has to do."""
-    cuda: Any = torch.cuda
-    event = cuda.Event()
-    event.record(cuda.current_stream(device))
-    return event
-
-
-def _is_capturing(device: torch.device) -> bool:
-    return device.type != "cpu" and bool(torch.cuda.is_current_stream_capturing())
 
 
 def _tl(dtype: torch.dtype) -> Any:

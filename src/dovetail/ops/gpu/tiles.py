@@ -135,3 +135,22 @@ def gemm_blocks(rows: Sequence[int], n: int, k: int, item_bytes: int, programs: 
         return _FLAT
     large = sum(-(-r // _LARGE.height) for r in rows) * -(-n // _LARGE.width)
     return _LARGE if large >= programs else _MEDIUM
+
+
+def gemv_blocks(m: int, n: int, item_bytes: int, programs: int) -> Blocks:
+    """For a product of few rows: every program should have columns, and many bytes of w on their way."""
+    height = 16 if m <= 16 else 32 if m <= 32 else 64
+    width = 32 if -(-n // 32) >= programs else 16
+    return Blocks(height=height, width=width, depth=256 // item_bytes, warps=4, stages=4)
+
+
+#: Elements of one step of a bag kernel, and at most so many bags and rows of each in it.
+_BAG_ELEMENTS, _MOST_BAGS, _MOST_DEPTH = 16384, 64, 16
+
+
+def bag_shape(dim: int, num_values: int, num_bags: int) -> tuple[int, int, int]:
+    """(bags, rows of each at a time, block of dims): powers of two, for bags of the average length."""
+    block = max(16, 1 << (dim - 1).bit_length())
+    average = num_values // max(num_bags, 1)
+    depth = min(_MOST_DEPTH, 1 << max(0, average.bit_length() - 1))
+    return max(1, min(_MOST_BAGS, _BAG_ELEMENTS // (depth * block))), depth, block

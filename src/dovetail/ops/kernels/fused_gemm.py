@@ -2,8 +2,9 @@
 """GEMMs that store to peers, or read from them, while they run. Persistent: every program must be on the GPU at once.
 
 Owns the three operators; the tile product is in `gemm.py`, the words in `protocol.py`. Each goes through its segments
-(the rows of one destination or source) in the order of a table; the first program of one that finds its peer not there
-yet waits, and inside a segment the tiles of a program are one flattened loop, as in `gemm_slices_kernel`.
+(the rows of one destination or source) in the order of a table. A program waits for the peer of a segment before its
+first tile of it, never inside: there its tiles are one flattened loop, as in `gemm_slices_kernel`, whose loads Triton
+moves forward past anything that they don't depend on.
 
 Legend: as in `gemm.py`. `segments` is int64 [world, 3]: rank, first row tile, end row tile.
 """

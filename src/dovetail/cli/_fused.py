@@ -1,0 +1,179 @@
+"""What `dovetail bench fused` and `dovetail tune --only fused` do: parse, measure, print."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from dovetail.bench.gpu.spec import Bounds
+
+if TYPE_CHECKING:
+    from dovetail.bench.fused.spec import Spec
+
+Row = dict[str, Any]
+_SHORT = {
+    "compute": "compute", "comm": "comm", "gloo": "gloo", "fbgemm+gloo": "fbgemm\n+gloo",
+    "fbgemm+ours": "fbgemm\n+ours", "unfused": "un-\nfused",
+    "decomposed": "decom-\nposed", "store": "store", "dma": "dma", "auto": "auto",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The options as they were given."""
+
+    op: str | None
+    transport: str | None
+    ablate: bool
+    ranks: int | None
+    rounds: int | None
+    quick: bool
+
+
+def bench(backend: str, asked: Asked, bounds: Bounds, json: Path | None) -> None:
+    """Measures and shows; exit 1 if a result was wrong."""
+    if backend == "cuda":
+        _on_gpu(asked, bounds, json)
+        return
+    if bounds != Bounds():
+        raise ValueError("--force and --pin are for --backend cuda")
+    from dovetail.bench.fused import grid
+    from dovetail.cli.bench import progress_bar, words
+
+    ops = grid.named(asked.op or "all")
+    given = words(asked.transport) if asked.transport and asked.transport != "all" else ()
+    from dovetail.bench.fused import cpu, verdict
+
+    spec = cpu.spec_of(
+        ops, short=asked.quick, ranks=asked.ranks or 2, transports=given, rounds=asked.rounds, ablate=asked.ablate
+    )  # fmt: skip
+    with progress_bar() as progress:
+        found = cpu.measure(spec, progress)
+    _show(found.rows)
+    for note in found.notes:
+        print(f"note: {note}", file=sys.stderr)
+    for line in verdict.lines(found.rows):
+        print(line)
+    _write("bench", found.rows, None, json)
+    if not found.correct:
+        raise typer.Exit(1)
+
+
+def _show(rows: list[Row]) -> None:
+    """A table for each operator: microseconds, and what `auto` took."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from dovetail.bench.fused import verdict
+
+    console = Console() if sys.stdout.isatty() else Console(width=160)
+    for op in dict.fromkeys(row["op"] for row in rows):
+        mine = [row for row in verdict.shapes(rows) if row["op"] == op]
+        names = [name for name in _SHORT if any(name in row["times_us"] for row in mine)]
+        threads = f"{mine[0]['threads']} thread{'s' if mine[0]['threads'] > 1 else ''} each"
+        title = f"{op}, {mine[0]['ranks']} ranks, {threads}: us, slowest rank, median"
+        table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+        table.add_column("\nshape", no_wrap=True)
+        table.add_column("\ndtype", no_wrap=True)
+        for name in (*(_SHORT[name] for name in names), "best /\ngloo", "best /\nunfused", "auto /\nunfused"):
+            table.add_column(name if "\n" in name else f"\n{name}", justify="right", no_wrap=True)
+        table.add_column("auto\ntook", no_wrap=True)
+        for row in mine:
+            times = [_number(row["times_us"].get(name)) for name in names]
+            best = verdict.best(row)
+            ratios = [verdict.speedup(row, best, "gloo"), verdict.speedup(row, best, "unfused")]
+            ratios.append(verdict.speedup(row, "auto", "unfused"))
+            shown = ["" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
+            right = "" if row["correct"] else f" [red]WRONG: {', '.join(row['wrong'])}[/]"
+            took = row.get("auto", {}).get("transport", "")
+            table.add_row(row["shape"] + right, row["dtype"], *times, *shown, took)
+        console.print(table)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _write(kind: str, rows: list[Row], facts: Row | None, json: Path | None) -> None:
+    if json is not None:
+        from dovetail.cli import _gpu
+
+        _gpu.write(kind, rows, facts, json)
+
+
+def _on_gpu(asked: Asked, bounds: Bounds, json: Path | None) -> None:
+    """One GPU and peers in host memory."""
+    if asked.transport is not None or asked.ablate:
+        raise ValueError("--transport and --ablate are for --backend cpu: on a GPU all of it is measured")
+    spec = _gpu_spec(asked)
+    from dovetail.bench.fused.rows import table, verdict
+    from dovetail.bench.gpu import session as sessions
+    from dovetail.cli.bench import progress_bar
+
+    with sessions.Session("cuda", bounds) as session, progress_bar() as progress:
+        from dovetail.bench.fused import gpu
+
+        done = [0]
+
+        def tell(text: str) -> None:
+            done[0] += 1
+            if progress is not None:
+                progress(done[0], len(spec.shapes) + len(spec.products), text)
+
+        found = gpu.measure(session, spec, tell)
+        facts = session.facts()
+    for line in table(found.rows):
+        print(line)
+    for holds, text in verdict(found.rows, found.products):
+        print(f"{'holds ' if holds else 'MISSES'} {text}")
+    _write("bench", found.as_dicts(), facts, json)
+
+
+def _gpu_spec(asked: Asked) -> Spec:
+    from dovetail.bench.fused import spec as specs
+
+    spec = specs.quick() if asked.quick else specs.full()
+    if asked.op not in (None, "all"):
+        from dovetail.cli.bench import words
+
+        names = words(asked.op or "")
+        for name in names:
+            if name not in list(specs.Op):
+                raise ValueError(f"--op: on a GPU with host peers there are all, {', '.join(specs.Op)}; not {name!r}")
+        spec = dataclasses.replace(spec, shapes=tuple(shape for shape in spec.shapes if shape.op in names))
+    if asked.ranks is not None:
+        spec = dataclasses.replace(spec, ranks=asked.ranks)
+    if asked.rounds is not None:
+        spec = dataclasses.replace(spec, fewest_rounds=asked.rounds, most_rounds=asked.rounds)
+    return spec
+
+
+def tune(backend: str, ranks: list[int], budget_s: float, json: Path | None) -> None:
+    """Measures every transport of every operator, saves the times in the profile and shows who was fastest."""
+    if backend != "cpu":
+        raise ValueError("--only fused is for --backend cpu: on a GPU the transports are not tuned yet")
+    from dovetail.bench.fused import cpu, grid
+    from dovetail.bench.fused import tune as tuning
+    from dovetail.cli.bench import progress_bar
+
+    rows: list[Row] = []
+    notes: list[str] = []
+    with progress_bar() as progress:
+        for number in ranks:
+            found = cpu.measure(cpu.tune_spec(grid.OPS, number, budget_s / len(ranks)), progress)
+            rows += found.rows
+            notes += [f"{number} ranks: {note}" for note in found.notes]
+    saved = tuning.save(rows)
+    for line in tuning.lines(rows):
+        print(line)
+    print(f"profile: {saved}")
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    _write("tune", rows, None, json)
+    if not all(row["correct"] for row in rows):
+        print("a result was WRONG; it is not in the profile", file=sys.stderr)
+        raise typer.Exit(1)
