@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from dovetail import cli
-from dovetail.bench.fused import cases, cpu, grid
+from dovetail.bench.fused import cases, grid
+from dovetail.bench.fused import ranks as between
 from dovetail.measure import record
 from dovetail.ops import choose
 
@@ -130,15 +131,15 @@ class Spoiled(cases.ProductCase):
         return wrong
 
 
-def _spoiled(spec: cpu.CpuSpec, name: str) -> tuple[list[dict[str, Any]], list[str]]:
-    cpu.case_of = lambda shape, dtype, rank, ranks: Spoiled(shape, getattr(torch, dtype), rank, ranks)  # type: ignore[assignment, arg-type]
-    return cpu._rank(name, spec)
+def _spoiled(spec: between.RankSpec, name: str) -> tuple[list[dict[str, Any]], list[str]]:
+    between.case_of = lambda shape, dtype, rank, ranks, where: Spoiled(shape, getattr(torch, dtype), rank, ranks, where)  # type: ignore[assignment, arg-type]
+    return between._rank(name, spec)
 
 
 @pytest.mark.usefixtures("forked")
 def test_a_wrong_result_has_no_time_and_ends_with_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOVETAIL_PROFILE", str(tmp_path / "profile.json"))
-    monkeypatch.setattr(cpu, "_rank", lambda name, spec: _spoiled(spec, name))
+    monkeypatch.setattr(between, "_rank", lambda name, spec: _spoiled(spec, name))
     file = tmp_path / "fused.json"
     assert run("bench", "fused", "--op", "gemv_all_reduce", "--quick", "--iters", "1", "--json", str(file)) == 1
     rows = rows_of(file)

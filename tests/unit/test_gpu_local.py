@@ -361,7 +361,8 @@ def test_imported_signals(device: Device, heaps: list[Heap], on_device: bool) ->
     given = {(0, "input"): moved.src[:64], (1, "output"): moved.dst[:64]}
     with LocalRunner(device, a.plan(), host_ranks=HOST, timeout_s=0.3, words_on_device=on_device) as runner:
         run = runner.submit(given)
-        assert device.driver.memory_at(run.signal_address("flag")[0]).kind is (Kind.DEVICE if on_device else Kind.PINNED)
+        where = device.driver.memory_at(run.signal_address("flag")[0]).kind
+        assert where is (Kind.DEVICE if on_device else Kind.PINNED)
         for k in range(4):
             assert not moved.dst[16 * k : 64].any()
             run.raise_signal("flag", k + 1)

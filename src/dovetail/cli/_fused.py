@@ -32,33 +32,44 @@ class Asked:
     ranks: int | None
     rounds: int | None
     quick: bool
+    peers: str | None = None
 
 
 def bench(backend: str, asked: Asked, bounds: Bounds, json: Path | None) -> None:
     """Measures and shows; exit 1 if a result was wrong."""
-    if backend == "cuda":
+    if backend == "cuda" and asked.peers != "ranks":
         _on_gpu(asked, bounds, json)
         return
     if bounds != Bounds():
-        raise ValueError("--force and --pin are for --backend cuda")
+        raise ValueError("--force and --pin are for --backend cuda with peers in host memory")
     from dovetail.bench.fused import grid
     from dovetail.cli.bench import progress_bar, words
 
     ops = grid.named(asked.op or "all")
     given = words(asked.transport) if asked.transport and asked.transport != "all" else ()
-    from dovetail.bench.fused import cpu, verdict
+    from dovetail.bench.fused import ranks as between
+    from dovetail.bench.fused import verdict
 
-    spec = cpu.spec_of(
-        ops, short=asked.quick, ranks=asked.ranks or 2, transports=given, rounds=asked.rounds, ablate=asked.ablate
+    spec = between.spec_of(
+        ops, short=asked.quick, ranks=asked.ranks or 2, transports=given, rounds=asked.rounds, ablate=asked.ablate,
+        backend=backend,
     )  # fmt: skip
+    facts = None
+    if backend != "cpu":
+        from dovetail.bench.gpu import sharing
+
+        site = sharing.survey(spec.ranks, force=False)
+        for note in sharing.mps_notes(spec.ranks, site):
+            print(f"note: {note}", file=sys.stderr)
+        facts = sharing.facts() | {"mps": site.mps}
     with progress_bar() as progress:
-        found = cpu.measure(spec, progress)
+        found = between.measure(spec, progress)
     _show(found.rows)
     for note in found.notes:
         print(f"note: {note}", file=sys.stderr)
     for line in verdict.lines(found.rows):
         print(line)
-    _write("bench", found.rows, None, json)
+    _write("bench", found.rows, facts, json)
     if not found.correct:
         raise typer.Exit(1)
 
@@ -156,7 +167,8 @@ def tune(backend: str, ranks: list[int], budget_s: float, json: Path | None) -> 
     """Measures every transport of every operator, saves the times in the profile and shows who was fastest."""
     if backend != "cpu":
         raise ValueError("--only fused is for --backend cpu: on a GPU the transports are not tuned yet")
-    from dovetail.bench.fused import cpu, grid
+    from dovetail.bench.fused import grid
+    from dovetail.bench.fused import ranks as between
     from dovetail.bench.fused import tune as tuning
     from dovetail.cli.bench import progress_bar
 
@@ -164,7 +176,7 @@ def tune(backend: str, ranks: list[int], budget_s: float, json: Path | None) -> 
     notes: list[str] = []
     with progress_bar() as progress:
         for number in ranks:
-            found = cpu.measure(cpu.tune_spec(grid.OPS, number, budget_s / len(ranks)), progress)
+            found = between.measure(between.tune_spec(grid.OPS, number, budget_s / len(ranks)), progress)
             rows += found.rows
             notes += [f"{number} ranks: {note}" for note in found.notes]
     saved = tuning.save(rows)

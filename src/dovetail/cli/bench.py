@@ -56,6 +56,8 @@ dovetail bench fused --op all --ranks 2 --json fused.json
 dovetail bench fused --op gemm_all_to_all,embedding_all_to_all --transport store,dma --ablate
 
 dovetail bench fused --backend cuda --quick
+
+dovetail bench fused --backend cuda --peers ranks --ranks 2 --op gemv_all_reduce
 """
 _EVERY = "all"
 _BEGIN, _FACTOR = "1K", 4.0
@@ -131,7 +133,8 @@ def bench(
     and how near `auto` and other policies come to the best. On a CPU between ranks, on a GPU with host memory.
 
     fused: operators with the collective that depends on them, by every transport, beside operator then collective
-    (ours, gloo's) and either of them alone, over a grid of shapes. On a GPU with peers in host memory.
+    (ours, gloo's) and either of them alone, over a grid of shapes. On a GPU with peers in host memory, or between ranks
+    that share GPUs (--peers ranks).
     """
     one_of("backend", backend, BACKENDS)
     one_of("peers", peers or _HOST, PEERS)
@@ -160,10 +163,14 @@ def bench(
         from dovetail.cli import _fused
 
         _refuse({name: given is not None for name, given in (kv | serving).items()} | {"serve": serve}, KV)
-        unfit = {"peers": peers, "end": end, "baseline": baseline, "energy": energy or None}
+        unfit = {"end": end, "baseline": baseline, "energy": energy or None}
+        if backend == "cpu" or ablate:
+            unfit["peers"] = peers
         _refuse({name: given is not None for name, given in unfit.items()} | changed, "collectives")
         bounds = Bounds(force=force, pin_bytes=None if pin is None else parse_bytes(pin))
-        wanted = _fused.Asked(op=op, transport=transport, ablate=ablate, ranks=ranks, rounds=iters, quick=quick)
+        wanted = _fused.Asked(
+            op=op, transport=transport, ablate=ablate, ranks=ranks, rounds=iters, quick=quick, peers=peers
+        )  # fmt: skip
         _fused.bench(backend, wanted, bounds, json)
         return
     if collective == KV:

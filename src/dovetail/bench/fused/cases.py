@@ -78,19 +78,20 @@ def random_(t: torch.Tensor, *numbers: int) -> torch.Tensor:
     seed = 0
     for number in numbers:
         seed = (seed * 1_000_003 + number + 1) % (1 << 62)
-    return t.uniform_(-1, 1, generator=torch.Generator().manual_seed(seed))
+    made = torch.empty(t.shape, dtype=t.dtype).uniform_(-1, 1, generator=torch.Generator().manual_seed(seed))
+    return t.copy_(made)
 
 
 class ProductCase(Case):
     """x [m, k] with w [n, k]."""
 
-    def __init__(self, shape: Product, dtype: torch.dtype, rank: int, ranks: int) -> None:
+    def __init__(self, shape: Product, dtype: torch.dtype, rank: int, ranks: int, where: str) -> None:
         self.shape, self.dtype, self._rank, self._ranks = shape, dtype, rank, ranks
         if shape.op != GATHER and shape.m % ranks:
             shape = Product(op=shape.op, m=-(-shape.m // ranks) * ranks, n=shape.n, k=shape.k, uneven=shape.uneven)
         self.inner = shape.k
-        self._xs = [torch.empty(shape.m, shape.k, dtype=dtype) for _ in range(ranks)]
-        self._ws = [random_(torch.empty(shape.n, shape.k, dtype=dtype), 7, r) for r in range(ranks)]
+        self._xs = [torch.empty(shape.m, shape.k, dtype=dtype, device=where) for _ in range(ranks)]
+        self._ws = [random_(torch.empty(shape.n, shape.k, dtype=dtype, device=where), 7, r) for r in range(ranks)]
         self.x, self.w = self._xs[rank], self._ws[rank]
         self._sends = [_uneven(shape.m, ranks, r) for r in range(ranks)] if shape.uneven else None
         self.fresh(0)
@@ -196,10 +197,11 @@ def _uneven(rows: int, ranks: int, rank: int) -> list[int]:
 class LookupCase(Case):
     """Bags out of tables. Lengths of bags are random; `bag` is their mean."""
 
-    def __init__(self, shape: Lookup, dtype: torch.dtype, rank: int, ranks: int) -> None:
+    def __init__(self, shape: Lookup, dtype: torch.dtype, rank: int, ranks: int, where: str) -> None:
         self.shape, self.dtype, self._rank, self._ranks = shape, dtype, rank, ranks
         self.inner, self._batch = 2 * shape.bag, -(-shape.batch // ranks) * ranks
-        whole = [random_(torch.empty(shape.tables, shape.rows, shape.dim, dtype=dtype), 7, r) for r in range(ranks)]
+        sizes = (shape.tables, shape.rows, shape.dim)
+        whole = [random_(torch.empty(sizes, dtype=dtype, device=where), 7, r) for r in range(ranks)]
         self._tables = [list(w.unbind(0)) for w in whole]
         bags = shape.tables * self._batch
         self._values = [torch.zeros(bags * shape.bag, dtype=torch.int64) for _ in range(ranks)]
@@ -211,6 +213,7 @@ class LookupCase(Case):
             # Halfway between equal bags and bags cut anywhere: some are empty, some long. Bags of one row stay equal.
             offsets[1:bags] = even if shape.bag == 1 else (even + even + inside.sort().values) // 3
             offsets[bags] = bags * shape.bag
+        self._values, self._offsets = ([t.to(where) for t in side] for side in (self._values, self._offsets))
         self.fresh(0)
 
     @property
@@ -231,7 +234,7 @@ class LookupCase(Case):
     def fresh(self, iteration: int) -> None:
         for rank, values in enumerate(self._values):
             random = torch.Generator().manual_seed(iteration * 1009 + rank)
-            values.random_(0, self.shape.rows, generator=random)
+            values.copy_(torch.randint(0, self.shape.rows, values.shape, generator=random))
 
     def expected(self) -> torch.Tensor:
         return reference.embedding_all_to_all(self._tables, self._values, self._offsets)[self._rank]
@@ -289,7 +292,9 @@ class LookupCase(Case):
         return exchange
 
 
-def case_of(shape: Shape, dtype: str, rank: int, ranks: int) -> Case:
-    """The case of a shape."""
+def case_of(shape: Shape, dtype: str, rank: int, ranks: int, where: str = "cpu") -> Case:
+    """The case of a shape, with tensors on a device."""
     kind = getattr(torch, dtype)
-    return LookupCase(shape, kind, rank, ranks) if isinstance(shape, Lookup) else ProductCase(shape, kind, rank, ranks)
+    if isinstance(shape, Lookup):
+        return LookupCase(shape, kind, rank, ranks, where)
+    return ProductCase(shape, kind, rank, ranks, where)

@@ -86,18 +86,21 @@ _WORK = {EMBEDDING: (1, 8, 32)}
 _PRODUCT_WORK = (32, 128, 512)
 #: The few rows of a decoding step, by a rank's part of the layer: n, k.
 _GEMV_ROWS, _LAYERS = (1, 4, 16, 64), ((1024, 128), (2048, 512), (4096, 1024))
+#: The same on a GPU.
+_GPU_LAYERS = ((4096, 1024), (8192, 2048), (8192, 8192))
 _TUNE_SIZES = {EMBEDDING: (128, 1024, 4096), GEMM: (32, 256, 1024)}
 _TUNE_WORK = {EMBEDDING: (2, 16)}
 _TUNE_PRODUCT_WORK = (64, 256)
 _TUNE_GEMV_ROWS, _TUNE_LAYERS = (2, 32), ((1536, 256), (3072, 768))
 
 
-def grid(ops: Sequence[str] = OPS) -> tuple[Shape, ...]:
+def grid(ops: Sequence[str] = OPS, backend: str = "cpu") -> tuple[Shape, ...]:
     """All of it: at least 12 shapes of each operator."""
     found: list[Shape] = []
+    layers = _LAYERS if backend == "cpu" else _GPU_LAYERS
     for op in ops:
         if op == GEMV:
-            found += [Product(op=op, m=m, n=n, k=k) for (n, k), m in itertools.product(_LAYERS, _GEMV_ROWS)]
+            found += [Product(op=op, m=m, n=n, k=k) for (n, k), m in itertools.product(layers, _GEMV_ROWS)]
             continue
         sizes, works = _SIZES.get(op, _SIZES[GEMM]), _WORK.get(op, _PRODUCT_WORK)
         found += [_product(op, size, work) for work, size in itertools.product(works, sizes)]

@@ -1,4 +1,5 @@
-"""`dovetail bench fused` between ranks on a CPU: every way to run an operator with its collective, side by side.
+"""`dovetail bench fused` between ranks, on a CPU or sharing GPUs: every way to run an operator with its collective,
+side by side.
 
 Owns the processes, the order of a measurement (checked, warmed, timed in balanced orders, checked again) and the rows.
 A round's time is that of its slowest rank, a contender's the median over rounds; ratios that are to tell small
@@ -46,7 +47,7 @@ _FEWEST, _QUICK_FEWEST, _MOST = 9, 3, 201
 
 
 @dataclass(frozen=True, kw_only=True)
-class CpuSpec:
+class RankSpec:
     """A measurement."""
 
     shapes: tuple[Shape, ...]
@@ -64,6 +65,8 @@ class CpuSpec:
     baselines: bool = True
     """Also gloo, FBGEMM, and the two sides alone."""
     ablate: bool = False
+    backend: str = "cpu"
+    """Where tensors are: "cpu", or "cuda" for ranks that share GPUs."""
 
     def __post_init__(self) -> None:
         if not self.shapes or not self.dtypes:
@@ -78,22 +81,22 @@ class CpuSpec:
 
     def contenders(self, op: str) -> list[str]:
         """Ours, in the order in which they are shown."""
-        has = [name for name in choose.TRANSPORTS["cpu"][op] if not self.transports or name in self.transports]
+        has = [name for name in choose.TRANSPORTS[self.backend][op] if not self.transports or name in self.transports]
         return list(dict.fromkeys([choose.UNFUSED, *has, *([choose.AUTO] if self.baselines else [])]))
 
 
-def spec_of(ops: Sequence[str], *, short: bool, **more: Any) -> CpuSpec:
+def spec_of(ops: Sequence[str], *, short: bool, backend: str = "cpu", **more: Any) -> RankSpec:
     """The grid of some operators, or a miniature of it."""
     if short:
-        return CpuSpec(shapes=quick(ops), seconds=0.1, fewest=_QUICK_FEWEST, **more)
-    return CpuSpec(shapes=grid(ops), **more)
+        return RankSpec(shapes=quick(ops), seconds=0.1, fewest=_QUICK_FEWEST, backend=backend, **more)
+    return RankSpec(shapes=grid(ops, backend), backend=backend, **more)
 
 
-def tune_spec(ops: Sequence[str], ranks: int, budget_s: float) -> CpuSpec:
+def tune_spec(ops: Sequence[str], ranks: int, budget_s: float) -> RankSpec:
     """What is measured for choices. About half of the time goes into arguments, checks and first calls."""
     shapes = coarse(ops)
     seconds = min(0.5, budget_s / 2 / len(shapes) / len(DTYPES))
-    return CpuSpec(
+    return RankSpec(
         shapes=shapes, ranks=ranks, seconds=seconds, fewest=_QUICK_FEWEST, limit_s=budget_s, baselines=False
     )  # fmt: skip
 
@@ -110,7 +113,7 @@ class Measured(NamedTuple):
         return all(row["correct"] for row in self.rows)
 
 
-def measure(spec: CpuSpec, progress: Progress | None = None) -> Measured:
+def measure(spec: RankSpec, progress: Progress | None = None) -> Measured:
     """Starts the ranks, follows them and brings back what they measured.
 
     Raises:
@@ -146,7 +149,7 @@ def measure(spec: CpuSpec, progress: Progress | None = None) -> Measured:
     return Measured(rows, notes)
 
 
-def _rank(name: str, spec: CpuSpec) -> tuple[list[Row], list[str]]:
+def _rank(name: str, spec: RankSpec) -> tuple[list[Row], list[str]]:
     """What a rank does; all return the same."""
     began = time.monotonic()
     group, folder = dovetail.init(), Folder(Path(name))
@@ -159,6 +162,8 @@ def _rank(name: str, spec: CpuSpec) -> tuple[list[Row], list[str]]:
     line = start.StartLine(
         folder.start, rank, ranks, share_cores=ranks > cores.usable(), timeout_s=env.timeout_s()
     )  # fmt: skip
+    if spec.backend != "cpu":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     site = Site(spec, rank, ranks, threads, line)
     cells = [(shape, dtype) for shape in spec.shapes for dtype in spec.dtypes]
     rows: list[Row] = []
@@ -188,7 +193,7 @@ def _bind(rank: int, ranks: int) -> int:
 class Site:
     """What a rank measures with."""
 
-    def __init__(self, spec: CpuSpec, rank: int, ranks: int, threads: int, line: Callable[[], None]) -> None:
+    def __init__(self, spec: RankSpec, rank: int, ranks: int, threads: int, line: Callable[[], None]) -> None:
         self.spec, self.rank, self.ranks, self._threads, self._start = spec, rank, ranks, threads, line
         self.notes: dict[str, None] = {}
 
@@ -200,10 +205,10 @@ class Site:
 
     def rows(self, shape: Shape, dtype: str) -> list[Row]:
         """One row of the contenders, and those of the ablations."""
-        case = case_of(shape, dtype, self.rank, self.ranks)
+        case = case_of(shape, dtype, self.rank, self.ranks, self.spec.backend)
         operations, size = case.made().load
         row: Row = {
-            "row": "shape", "backend": "cpu", "op": shape.op, "shape": shape.name, "sizes": shape.sizes,
+            "row": "shape", "backend": self.spec.backend, "op": shape.op, "shape": shape.name, "sizes": shape.sizes,
             "uneven": shape.uneven, "dtype": dtype, "ranks": self.ranks, "threads": self._threads,
             "operations": operations, "size_bytes": size,
         }  # fmt: skip
@@ -224,7 +229,10 @@ class Site:
         found: dict[str, Run] = {name: case.fused(name) for name in self.spec.contenders(shape.op)}
         if not self.spec.baselines:
             return found
-        found |= {GLOO: case.gloo(), COMPUTE: case.compute(), COMM: case.comm()}
+        found |= {COMPUTE: case.compute(), COMM: case.comm()}
+        if self.spec.backend != "cpu":
+            return {name: _settled(run) for name, run in found.items()}
+        found[GLOO] = case.gloo()
         if isinstance(case, LookupCase):
             found |= self._fbgemm(case)
         return found
@@ -286,6 +294,17 @@ class Site:
             name: [max(of_round) for of_round in zip(*(of_rank[at] for of_rank in every), strict=True)]
             for at, name in enumerate(racing)
         }
+
+
+def _settled(run: Run) -> Run:
+    """Until the GPU is done with it."""
+
+    def both() -> torch.Tensor:
+        found = run()
+        torch.cuda.synchronize()
+        return found
+
+    return both
 
 
 def _run(run: Run, begin: Callable[[], None]) -> torch.Tensor:

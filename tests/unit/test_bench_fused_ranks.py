@@ -14,7 +14,7 @@ import torch
 from dovetail import cli, profile
 from dovetail.bench.baselines import fbgemm
 from dovetail.bench.fused import cases, grid, tune, verdict
-from dovetail.bench.fused.cpu import CpuSpec, spec_of, tune_spec
+from dovetail.bench.fused.ranks import RankSpec, spec_of, tune_spec
 from dovetail.measure import machine
 from dovetail.ops import calls, choose
 
@@ -88,9 +88,9 @@ def test_spec_refuses_nonsense() -> None:
 
 
 def test_unfused_always_runs() -> None:
-    spec = CpuSpec(shapes=grid.quick(), transports=("store",))
+    spec = RankSpec(shapes=grid.quick(), transports=("store",))
     assert spec.contenders(grid.GEMM) == ["unfused", "store", "auto"]
-    assert CpuSpec(shapes=grid.quick()).contenders(grid.GEMV) == ["unfused", "decomposed", "store", "auto"]
+    assert RankSpec(shapes=grid.quick()).contenders(grid.GEMV) == ["unfused", "decomposed", "store", "auto"]
     assert "auto" not in tune_spec(grid.OPS, 2, 60).contenders(grid.GEMM)
     assert tune_spec(grid.OPS, 2, 1.0).seconds < tune_spec(grid.OPS, 2, 30.0).seconds
 
@@ -128,7 +128,7 @@ def test_calls_run_on_the_newest_data() -> None:
 
 def test_uneven_splits_fit_together() -> None:
     shape = grid.Product(op=grid.GEMM, m=50, n=8, k=4, uneven=True)
-    of_ranks = [cases.ProductCase(shape, torch.float32, rank, 3) for rank in range(3)]
+    of_ranks = [cases.ProductCase(shape, torch.float32, rank, 3, "cpu") for rank in range(3)]
     for i, case in enumerate(of_ranks):
         received, sent = case.splits
         assert received is not None
@@ -142,7 +142,7 @@ def test_uneven_splits_fit_together() -> None:
 
 
 def test_bags_differ_in_length_and_cover_all_values() -> None:
-    case = cases.LookupCase(grid.Lookup(batch=64, bag=8, rows=100), torch.float32, 0, 2)
+    case = cases.LookupCase(grid.Lookup(batch=64, bag=8, rows=100), torch.float32, 0, 2, "cpu")
     lengths = case.offsets.diff()
     assert int(lengths.min()) >= 0
     assert int(lengths.sum()) == case.values.numel()
@@ -297,7 +297,7 @@ def test_saving_keeps_what_else_the_profile_has(tmp_path: Path, monkeypatch: pyt
     profile.save(profile.Profile(key=machine.profile_key([4]), sections=before))
     assert tune.save([row(unfused=100, store=80)]) == file
     found = json.loads(file.read_text())
-    assert found["key"]["ranks"] == [2, 4]
+    assert found["key"]["ranks"] == [4]  # collectives were not measured with 2
     assert found["sections"]["kv"] == {"cpu": 1}
     assert found["sections"]["fused"]["cpu"][grid.GEMV] == {"2": [[1, 1, {"unfused": 1}]]}
     assert len(found["sections"]["fused"]["cpu"][grid.GEMM]["2"]) == 1
