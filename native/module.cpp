@@ -118,6 +118,9 @@ NB_MODULE(_native, m) {
     reduce_items(static_cast<DType>(dtype), static_cast<ReduceOp>(op), reinterpret_cast<char*>(dst), from.data(),
                  static_cast<int>(from.size()), items);
   });
+  m.def("copy", [](uint64_t dst, uint64_t src, uint64_t bytes) {
+    std::memcpy(reinterpret_cast<char*>(dst), reinterpret_cast<const char*>(src), bytes);
+  });
   m.def("pool", [](int dtype, bool wide, bool mean, const std::vector<uint64_t>& weights, int64_t dim, uint64_t values,
                    uint64_t offsets, int64_t batch, int64_t first, int64_t end, uint64_t scales, uint64_t out, int64_t out_stride) {
     std::vector<const char*> tables;

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -277,7 +277,7 @@ def test_wait_for_what_peers_write(pools: Any, world: int, op: str, removed: boo
         workers.poison(_checked(problems[0], "store"))
         poison_scratch(g)
         if g.rank == 1:
-            with slow(lambda: 0.05):
+            with slow(lambda: 0.05), _late_sends():
                 problems[1].run(g, "store")
             return True
         if not removed:
@@ -338,15 +338,17 @@ def test_wait_for_what_peers_pushed(pools: Any, world: int, op: str, removed: bo
 
 @contextlib.contextmanager
 def _late_sends() -> Iterator[None]:
-    """Every view of a peer's memory comes late, and so does what is written there."""
-    at = OpsGroup.at
+    """A peer's memory is found late, and so comes what is written there."""
 
-    def late(self: OpsGroup, rank: int, *more: Any) -> Any:
-        if rank != self.group.rank:
-            time.sleep(0.05)
-        return at(self, rank, *more)
+    def late(found: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(self: OpsGroup, rank: int, *more: Any) -> Any:
+            if rank != self.group.rank:
+                time.sleep(0.05)
+            return found(self, rank, *more)
 
-    with mock.patch.object(OpsGroup, "at", late):
+        return wrapped
+
+    with mock.patch.object(OpsGroup, "at", late(OpsGroup.at)), mock.patch.object(OpsGroup, "base", late(OpsGroup.base)):
         yield
 
 

@@ -5,6 +5,7 @@ Owns shapes and dtypes. A call's `text` is what ranks compare: those of one call
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -81,11 +82,16 @@ class Product(Call):
 
     @property
     def text(self) -> str:
-        return f"{self.op}(x [{self.rows}, {self.k}], w [{self.n}, {self.k}], {self.dtype})"
+        return _product_text(self.op, self.rows, self.k, self.n, self.dtype)
 
     @property
     def load(self) -> tuple[int, int]:
         return 2 * self.rows * self.n * self.k, self.rows * self.n * self.dtype.itemsize
+
+
+@functools.lru_cache(maxsize=1024)
+def _product_text(op: str, rows: int | str, k: int, n: int, dtype: torch.dtype) -> str:
+    return f"{op}(x [{rows}, {k}], w [{n}, {k}], {dtype})"
 
 
 @dataclass(slots=True)
@@ -99,8 +105,7 @@ class GemmAllToAll(Product):
 
     @property
     def text(self) -> str:
-        rows = f"x [{self.rows}, {self.k}]" if self.even else f"x [uneven, {self.k}]"
-        return f"{self.op}({rows}, w [{self.n}, {self.k}], {self.dtype})"
+        return _product_text(self.op, self.rows if self.even else "uneven", self.k, self.n, self.dtype)
 
     @property
     def load(self) -> tuple[int, int]:
@@ -282,6 +287,10 @@ def _in_range(call: EmbeddingAllToAll) -> None:
 
 
 def _product(x: Any, w: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    if _is_plain(x) and _is_plain(w) and x.dtype is w.dtype and x.dtype in _FLOATS:
+        (_, k), (_, inner) = x.shape, w.shape
+        if k == inner:
+            return x, w  # as most calls have them: what follows costs more than a small product
     x, w = arguments.source("x", x), arguments.source("w", w)
     if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1]:
         shapes = f"{tuple(x.shape)} and {tuple(w.shape)}"
@@ -290,6 +299,20 @@ def _product(x: Any, w: Any) -> tuple[torch.Tensor, torch.Tensor]:
     _floating("x and w", x)
     arguments.one_device([x, w])
     return x, w
+
+
+def _is_plain(t: Any) -> bool:
+    """A matrix in the CPU's memory that nothing has to be done to."""
+    return (
+        (type(t) is torch.Tensor or type(t) is torch.nn.Parameter)
+        and t.is_cpu
+        and t.dim() == 2
+        and t.layout is torch.strided
+        and t.is_contiguous()
+        and not t.is_conj()
+        and not t.is_neg()
+        and (t.numel() == 0 or t.data_ptr() != 0)
+    )
 
 
 def _floating(name: str, t: torch.Tensor) -> None:

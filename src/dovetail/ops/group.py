@@ -38,11 +38,17 @@ class OpsGroup:
         self._texts: dict[str, bytes] = {}
         self._no_splits = (0,) * (2 * size)
         self.blocks, self.peers = Blocks(group.world), Peers(group.world)
+        self._bases = [int(group.world.native.base(r)) for r in group.ranks]
+        self._no_words = (*(0,) * NUM_WORDS, *self._no_splits)
         self._scratch: dict[str, Any] = {}
         self._stage: Any = None
         self._before: Any = None  # the stage before it, until nobody can know of it
         self._mine = (0, 0)  # of our stage: offset, bytes of a half
         self._stages: list[tuple[int, int]] = [(0, 0)] * size  # everybody's, as they were posted last
+        self._halves: tuple[list[int], list[int]] = ([0] * size, [0] * size)  # where both halves of each begin
+        self._room = 0  # bytes of the smallest half
+        self._seen = b""  # the last exchange that was in order
+        self._rows: list[tuple[int, ...]] = []  # what it said
         self._meetings = 0
         self.known: dict[Any, Any] = {}  #: what transports keep for shapes seen before
 
@@ -69,21 +75,33 @@ class OpsGroup:
             if len(self._texts) > 4096:
                 self._texts.clear()
             known = self._texts[text] = self._head.pack(_CALL, text.encode()[:_TEXT_BYTES])
-        padded = (*words, *(0,) * (NUM_WORDS - len(words)))
-        packed = self._words.pack(*padded, *(splits or self._no_splits), *self._mine)
+        if words or splits:
+            padded = (*words, *(0,) * (NUM_WORDS - len(words)))
+            packed = self._words.pack(*padded, *(splits or self._no_splits), *self._mine)
+        else:
+            packed = self._words.pack(*self._no_words, *self._mine)
         slots = self._meeting.exchange(known + packed)
         self._meetings += 1
+        if slots == self._seen:
+            return self._rows
         step, head = self._meeting.size_bytes, self._head.size
         starts = range(0, len(slots), step)
         if any(slots[at : at + head] != known for at in starts):
             raise self._mismatch(slots)
         rows = [self._words.unpack_from(slots, at + head) for at in starts]
-        self._stages = [(row[-2], row[-1]) for row in rows]
-        self._before = None
+        self._learn([(row[-2], row[-1]) for row in rows])
         rows = [row[:-2] for row in rows]
         if splits:
             self._match(text, rows)
+        self._seen, self._rows = slots, rows
         return rows
+
+    def _learn(self, stages: list[tuple[int, int]]) -> None:
+        """Everybody's stages, as they posted them in this exchange."""
+        self._before = None
+        if stages != self._stages:
+            self._stages, self._room = stages, min(size for _, size in stages)
+            self._halves = [offset for offset, _ in stages], [offset + size for offset, size in stages]
 
     def _match(self, text: str, rows: list[tuple[int, ...]]) -> None:
         """What i sends to j is what j expects from i."""
@@ -146,10 +164,7 @@ class OpsGroup:
             self._before = self._stage  # a peer that makes another call may still write there
             self._stage = self.blocks.empty((2 * half,), torch.uint8)
             self._mine = (self.blocks.offset(self._stage), half)
-        if any(size < size_bytes for _, size in self._stages):
-            return None
-        turn = self._meetings % 2
-        return [offset + turn * size for offset, size in self._stages]
+        return None if self._room < size_bytes else self._halves[self._meetings % 2]
 
     def scratch(self, name: str, size_bytes: int) -> Any:
         """Memory of this rank that peers reach, at least this large, kept for the next call. Peers use it between
@@ -168,6 +183,10 @@ class OpsGroup:
         self._scratch.clear()
         self._stage = self._before = None
         self.known.clear()
+
+    def base(self, rank: int) -> int:
+        """The address at which the heap of a rank of the group begins here."""
+        return self._bases[rank]
 
     def at(self, rank: int, offset: int, shape: tuple[int, ...], dtype: Any) -> Any:
         """A tensor over the memory of a rank of the group."""

@@ -11,6 +11,7 @@ last meeting of a call, when that peer may be gone.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +34,12 @@ _ONESHOT_BYTES = 512 << 10
 _STAGE_BYTES = 16 << 20
 #: Bytes of an input up to which it is copied to the peers, and of a result up to which it is copied out of the stage.
 _COPIED_BYTES = 256 << 10
+
+
+#: The plan's dtypes by number, and the loaded native part: looked up in every call.
+_NUMBERS = {kind: int(number) for kind, number in DTYPES.items()}
+_native = functools.cache(native.load)
+assert int(ReduceOp.SUM) == 0
 
 
 def remote_first(rank: int, size: int) -> list[int]:
@@ -119,15 +126,12 @@ def matmul_reduce_scatter(g: OpsGroup, c: calls.MatmulReduceScatter, *, order: O
     rank, size = g.group.rank, g.group.size
     m, n = c.rows // size, c.n
     part = m * n * c.dtype.itemsize
+    if size > 1 and 0 < m < _FEW_ROWS:
+        return _small_reduce_scatter(g, c, m, part)
 
     def send(bases: list[int]) -> None:
-        whole = torch.mm(c.x, c.w.t()) if size > 1 and m < _FEW_ROWS else None
         for d in order(rank, size) if part else ():
-            there = g.at(d, bases[d] + rank * part, (m, n), c.dtype)
-            if whole is not None:
-                there.copy_(whole[d * m : (d + 1) * m])
-            else:
-                torch.mm(c.x[d * m : (d + 1) * m], c.w.t(), out=there)
+            torch.mm(c.x[d * m : (d + 1) * m], c.w.t(), out=g.at(d, bases[d] + rank * part, (m, n), c.dtype))
 
     stage = _sent(g, c, part * size, send)
     out = torch.empty((m, n), dtype=c.dtype)
@@ -135,9 +139,26 @@ def matmul_reduce_scatter(g: OpsGroup, c: calls.MatmulReduceScatter, *, order: O
     return out
 
 
+def _small_reduce_scatter(g: OpsGroup, c: calls.MatmulReduceScatter, m: int, part: int) -> torch.Tensor:
+    """One product, since each reads all of w; its pieces to their owners, and the sum where ours was."""
+    rank, size = g.group.rank, g.group.size
+    whole = torch.mm(c.x, c.w.t())
+    here = whole.data_ptr()
+
+    def send(bases: list[int]) -> None:
+        copy = _native().copy
+        for d in remote_first(rank, size)[:-1]:
+            copy(g.base(d) + bases[d] + rank * part, here + d * part, part)
+
+    stage = _sent(g, c, part * size, send)
+    out = whole[rank * m : (rank + 1) * m]
+    add_up(out, [here + rank * part if s == rank else stage + s * part for s in range(size)])
+    return out.clone()
+
+
 def _sent(g: OpsGroup, c: calls.Call, size_bytes: int, send: Callable[[list[int]], None]) -> int:
     """Has `send` write parts into all ranks' stages, given where those begin; returns where ours is in memory."""
-    here = int(g.group.world.native.base(g.group.world.rank))
+    here = g.base(g.group.rank)
     if size_bytes <= _STAGE_BYTES and (bases := g.push(size_bytes)) is not None:
         send(bases)
         g.agree(c.text)
@@ -177,21 +198,19 @@ def gemv_all_reduce(g: OpsGroup, c: calls.GemvAllReduce, *, order: Order = remot
 
 
 def _oneshot(g: OpsGroup, c: calls.GemvAllReduce) -> torch.Tensor:
-    """Partial products go to everybody."""
+    """Partial products go to everybody; each adds them up in the memory of its own."""
     rank, size = g.group.rank, g.group.size
-    m, n = c.rows, c.n
-    part = m * n * c.dtype.itemsize
+    part = c.rows * c.n * c.dtype.itemsize
+    out = torch.mm(c.x, c.w.t())
+    here = out.data_ptr()
 
     def send(bases: list[int]) -> None:
-        if part:
-            mine = g.at(rank, bases[rank] + rank * part, (m, n), c.dtype)
-            torch.mm(c.x, c.w.t(), out=mine)
-            for d in remote_first(rank, size)[:-1]:
-                g.at(d, bases[d] + rank * part, (m, n), c.dtype).copy_(mine)
+        copy = _native().copy
+        for d in remote_first(rank, size)[:-1] if part else ():
+            copy(g.base(d) + bases[d] + rank * part, here, part)
 
     stage = _sent(g, c, part * size, send)
-    out = torch.empty((m, n), dtype=c.dtype)
-    add_up(out, [stage + s * part for s in range(size)])
+    add_up(out, [here if s == rank else stage + s * part for s in range(size)])
     return out
 
 
@@ -219,7 +238,7 @@ def embedding_all_to_all(g: OpsGroup, c: calls.EmbeddingAllToAll, *, order: Orde
 def add_up(out: torch.Tensor, sources: list[int]) -> None:
     """out = the sum over addresses, in their order, in fp32 for shorter floats and rounded once."""
     if out.numel():
-        native.load().reduce(int(DTYPES[out.dtype]), int(ReduceOp.SUM), out.data_ptr(), sources, out.numel())
+        _native().reduce(_NUMBERS[out.dtype], 0, out.data_ptr(), sources, out.numel())
 
 
 class _unfinished:  # noqa: N801 - used as a statement

@@ -1,7 +1,8 @@
 # mypy: ignore-errors
 """GEMM kernels, y = x @ w.T: persistent programs that walk over tiles in the order of a table made on the host.
 
-Owns the tile product and the kernel that tells slice by slice what is finished; the fused ones are in `fused_gemm.py`.
+Owns the tile product, the kernel that tells slice by slice what is finished, and the one for the first tiles, which are
+to be finished early; the fused ones are in `fused_gemm.py`.
 
 Legend: x [M, K], w [N, K], y [M, N], rows contiguous. A tile is BM x BN, of depth BK. The table of row tiles
 (`dovetail.ops.gpu.tiles`) has five int64 per row tile: first_row, end_row, destination, row in the destination's
@@ -37,7 +38,19 @@ def product(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, SOFT: tl.constexpr,
 ):  # fmt: skip
-    """One tile in fp32. `x` and `w` point to its first row in either; `num_rows` and `num_columns` of it are there.
+    """One tile in fp32. `x` and `w` point to its first row in either; `num_rows` and `num_columns` of it are there."""
+    return product_of_part(
+        x, w, num_rows, num_columns, K, K, BM, BN, BK, EVEN_M, EVEN_N, EVEN_K, PRECISION, SOFT
+    )  # fmt: skip
+
+
+@triton.jit
+def product_of_part(
+    x, w, num_rows, num_columns, K, stride,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, SOFT: tl.constexpr,
+):  # fmt: skip
+    """`product` over K elements of rows that are `stride` apart; EVEN_K is about these K.
 
     Rows and columns that are not there repeat the last one and are not stored: loads need no mask for them.
     """
@@ -46,8 +59,8 @@ def product(
         rows = tl.minimum(rows, num_rows - 1)
     if not EVEN_N:
         columns = tl.minimum(columns, num_columns - 1)
-    a_at = x + (rows[:, None] * K + depth[None, :])
-    b_at = w + (columns[None, :] * K + depth[:, None])
+    a_at = x + (rows[:, None] * stride + depth[None, :])
+    b_at = w + (columns[None, :] * stride + depth[:, None])
     acc = tl.zeros((BM, BN), tl.float32)
     for k in range(0, K, BK):
         if EVEN_K:
@@ -114,6 +127,57 @@ def gemm_slices_kernel(
         )  # fmt: skip
         at = y + first * N + column
         store_tile(at, acc, num_rows, N - column, N, y.dtype.element_ty, BM, BN, EVEN_M, EVEN_N, SOFT)
+        last = arrive(counters + part, tl.load(slice_tiles + part) * columns)
+        flag = tl.load(flags + part)
+        signal(flag.to(tl.pointer_type(tl.int64)), value, last & (flag != 0))
+
+
+@triton.jit(do_not_specialize=["num_tiles", "value"])
+def gemm_head_kernel(
+    x, w, y, tiles, slice_tiles, counters, flags, halves, arrivals, value: tl.int64, num_tiles: tl.int32, N, K,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, SOFT: tl.constexpr,
+):  # fmt: skip
+    """The same for the first row tiles of a table, in half the time: two programs to a tile, half of K each.
+
+    Nobody waits: who comes second adds both halves, always the first to the second, so the bits don't depend on who it
+    is. `gemm_slices_kernel` has the other arguments and computes the other row tiles, with the same counters: a
+    slice may have tiles of both.
+
+    Args:
+        tiles: the table; its first `num_tiles` row tiles are computed. The grid is two programs for each of their
+            tiles, and K has more than BK elements.
+        halves: fp32 [tiles, 2, BM, BN], memory to work in; nothing of it is read that was not written in this run.
+        arrivals: int64, one per tile, zero before the first run; they count on from run to run.
+
+    K 192, BK 64: the first half has 128 elements, the second 64.
+    """
+    columns = tl.cdiv(N, BN)
+    tile, half = tl.program_id(0) // 2, tl.program_id(0) % 2
+    row_tile, column_tile = locate(tile, 0, num_tiles, columns, GROUP)
+    entry = tiles + row_tile * FIELDS
+    first = tl.load(entry + FIRST)
+    num_rows = (tl.load(entry + END) - first).to(tl.int32)
+    part = tl.load(entry + SLICE)
+    column = column_tile * BN
+    longer = tl.cdiv(K, 2 * BK) * BK
+    begin, extent = half * longer, longer + half * (K - 2 * longer)
+    acc = product_of_part(
+        x + first * K + begin, w + column.to(tl.int64) * K + begin, num_rows, N - column, extent, K,
+        BM, BN, BK, EVEN_M, EVEN_N, EVEN_K, PRECISION, SOFT,
+    )  # fmt: skip
+    both = halves + tile.to(tl.int64) * (2 * BM * BN)
+    tl.store(both + half * (BM * BN) + tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :], acc)
+    if arrive(arrivals + tile, 2):
+        # A few rows at a time, also its own: a tile's sum and another half beside it would not fit the registers.
+        ROWS: tl.constexpr = min(BM, 32)
+        some = tl.arange(0, ROWS)[:, None] * BN + tl.arange(0, BN)[None, :]
+        for row in range(0, BM, ROWS):
+            one = tl.load(both + row * BN + some, cache_modifier=".cg")
+            other = tl.load(both + (BM + row) * BN + some, cache_modifier=".cg")
+            at = y + (first + row) * N + column
+            left = num_rows - row
+            store_tile(at, one + other, left, N - column, N, y.dtype.element_ty, ROWS, BN, EVEN_M, EVEN_N, SOFT)
         last = arrive(counters + part, tl.load(slice_tiles + part) * columns)
         flag = tl.load(flags + part)
         signal(flag.to(tl.pointer_type(tl.int64)), value, last & (flag != 0))
