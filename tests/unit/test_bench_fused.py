@@ -20,7 +20,8 @@ from dovetail.bench.fused.spec import Op, Shape, Spec, Split, full, grid, quick
 from dovetail.bench.gpu.session import Session
 from dovetail.errors import HardwareError
 from dovetail.measure import record
-from dovetail.ops.gpu.dma import DmaEmbedding, DmaGemm, GemmShape, PoolShape
+from dovetail.ops.gpu import dma
+from dovetail.ops.gpu.dma import DmaEmbedding, DmaGemm, PoolShape
 
 # --- shapes ----------------------------------------------------------------------------------------------------------
 
@@ -50,7 +51,7 @@ def test_rows_add_up_to_the_bytes_that_were_asked_for(op: Op, split: Split) -> N
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [({"ranks": 1}, "at least one peer"), ({"slices": (0,)}, "at least 1"), ({"seconds": 0}, "above 0")],
+    [({"ranks": 1}, "at least one peer"), ({"slices": ((0, (0,)),)}, "at least 1"), ({"seconds": 0}, "above 0")],
 )
 def test_specs_that_can_not_be(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -164,7 +165,7 @@ def host(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[Host]:
     monkeypatch.setenv("DOVETAIL_CHECK", "1")
     monkeypatch.setattr(gpu, "_PILOT", 1)
     monkeypatch.setattr(gpu, "_MOST_SIZE", 64)
-    small = GemmShape(height=16, width=16, depth=16)
+    small = work.GemmTile(height=16, width=16, depth=16)
     for where in (gpu, work):
         monkeypatch.setattr(where, "GEMM_TILES", (small,))
     monkeypatch.setattr(work.GemmWork, "tiles", (small,))
@@ -177,7 +178,7 @@ def host(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[Host]:
 
 def small(*shapes: Shape) -> Spec:
     return Spec(
-        shapes=shapes, ranks=3, slices=(2, 5), chunks=(2,), columns=((0, 16),), tables=3, dim=4, table_rows=20,
+        shapes=shapes, ranks=3, slices=((0, (2, 5)),), chunks=(2,), columns=((0, 16),), tables=3, dim=4, table_rows=20,
         least_slice_bytes=1, products=((32, 16, 16),), seconds=0.001, fewest_rounds=2, most_rounds=2, checks=5,
     )  # fmt: skip
 
@@ -221,9 +222,36 @@ def test_tiles_are_picked_for_each_form(host: Host, monkeypatch: Any) -> None:
 
 def test_large_slices_only() -> None:
     spec = full()
-    assert spec.slices_of(16 << 20) == (6, 12, 24)
+    assert spec.slices_of(16 << 20) == (3, 4, 6, 8, 12)
     assert spec.slices_of(200 << 20) == (6, 12, 24, 48)
-    assert spec.slices_of(1) == (6,)
+    assert spec.slices_of(1) == (3,)
+
+
+def test_a_head_is_compared_and_named(host: Host, monkeypatch: Any) -> None:
+    """With and without, for the computation and the fused form; a tile whose head is empty is not tried again."""
+    cut = {"height": 16, "width": 16, "depth": 2}
+    tiles = tuple(work.GemmTile(**cut, head=head) for head in (False, True))
+    none = work.GemmTile(**cut | {"depth": 16}, head=True)
+    monkeypatch.setattr(work.GemmWork, "tiles", (*tiles, none))
+    monkeypatch.setattr(gpu, "GEMM_TILES", (*tiles, none))
+    tried: list[str] = []
+
+    def quick(self: Any, contender: Any, number: int = 1) -> float:
+        tried.append(contender.name)
+        return 1.0 if "+" in contender.name else 2.0
+
+    monkeypatch.setattr(gpu._Site, "_quick_us", quick)
+    monkeypatch.setattr(dma, "head_tiles", lambda num, columns, programs, wanted: 3 if wanted else 0)
+    spec = replace(small(Shape(op=Op.GEMM, ratio=1, size_bytes=6 << 10)), products=((32, 16, 16),))
+    with Session("cuda") as session:
+        found = gpu.measure(session, spec)
+    names = [c.name for c in found.rows[0].cells]
+    assert "ours 16x16g8+3" in names
+    assert {c.setting["tile"] for c in found.rows[0].cells if c.kind is Kind.DMA} == {"16x16g8+3"}
+    pilot = [name for name in tried if name.endswith(("g8", "g8+3"))]
+    assert {"ours 16x16g8", "ours 16x16g8+3"} <= set(pilot)
+    assert any(name.endswith("slices remote 16x16g8") for name in pilot)
+    assert found.products[0].tile in ("16x16g8", "16x16g8+3")
 
 
 @pytest.mark.parametrize("op", list(Op))

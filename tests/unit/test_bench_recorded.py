@@ -9,6 +9,7 @@ import pytest
 
 from dovetail import cli
 from dovetail.bench import phases, runner
+from dovetail.bench.fused import ranks as between
 from dovetail.bench.gpu import session, sharing
 from dovetail.cli import doctor
 from dovetail.measure import record
@@ -22,7 +23,7 @@ class Accepted(Exception):
     """The command line was understood."""
 
 
-def accept(*_: object) -> Any:
+def accept(*_: object, **__: object) -> Any:
     raise Accepted
 
 
@@ -32,6 +33,7 @@ def test_command_is_understood(case: dict[str, str], monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(phases, "measure", accept)
     monkeypatch.setattr(session, "Session", accept)
     monkeypatch.setattr(sharing, "survey", accept)
+    monkeypatch.setattr(between, "measure", accept)
     monkeypatch.setattr(doctor, "_gpu_backend", lambda: "cuda")
     monkeypatch.setattr(doctor, "_prove", accept)
     monkeypatch.setattr(doctor, "_selftest", accept)

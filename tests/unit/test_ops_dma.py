@@ -20,7 +20,18 @@ from dovetail.hw.gpu.driver import WAIT, WORD, WRITE
 from dovetail.hw.gpu.heap import Heap
 from dovetail.hw.gpu.words import VALUE_BITS
 from dovetail.ops.gpu.decomposed import Chunked, How, Unfused
-from dovetail.ops.gpu.dma import DmaEmbedding, DmaGemm, Flags, SlicedRun, embedding_exchange, gemm_exchange, resident
+from dovetail.ops.gpu.dma import (
+    DmaEmbedding,
+    DmaGemm,
+    Flags,
+    GemmShape,
+    SlicedRun,
+    embedding_exchange,
+    gemm_exchange,
+    head_tiles,
+    resident,
+    waves,
+)
 from dovetail.ops.gpu.exchange import Buffers, Exchange, Layout, Pace, slice_rows_of
 from dovetail.ops.gpu.place import Placing, _item, side_by_side
 from dovetail.ops.gpu.tiles import RowTiles, row_tiles
@@ -609,6 +620,49 @@ def test_a_product_is_held_against_what_was_planned(device: Device, heaps: dict[
     with pytest.raises(ValueError, match="all of M rows are sent"):
         gemm_exchange((10, 3), (4, 3), torch.float32, (4, 5), (4, 5))
     made.close()
+
+
+@pytest.mark.parametrize(
+    ("row_tiles", "columns", "programs", "chosen", "wanted"),
+    [
+        (20, 16, 132, 4, 4),  # 2.5 waves instead of 3
+        (21, 16, 132, 0, 8),  # half a wave is not enough, a whole one is as good as no head
+        (132, 32, 132, 0, 2),  # 32 full waves
+        (66, 32, 132, 0, 2),
+        (5, 4, 40, 5, 5),  # all of it at once
+        (1, 132, 132, 0, 1),
+        (1, 133, 132, 0, 0),
+        (0, 16, 132, 0, 0),
+    ],
+)  # fmt: skip
+def test_how_large_a_head_is(row_tiles: int, columns: int, programs: int, chosen: int, wanted: int) -> None:
+    given = row_tiles, columns, programs
+    assert (head_tiles(*given), head_tiles(*given, True), head_tiles(*given, False)) == (chosen, wanted, 0)
+
+
+def test_a_head_is_never_slower_by_itself() -> None:
+    """By count: fewer waves than without, and all programs at once; a wanted one is the best of a wave."""
+    for num, columns, programs in ((n, c, p) for n in range(1, 40) for c in (1, 3, 16, 64) for p in (8, 132)):
+        head = head_tiles(num, columns, programs)
+        assert 2 * head * columns <= programs
+        best = min([waves(num, columns, programs, h) for h in range(num + 1) if 2 * h * columns <= programs])
+        assert waves(num, columns, programs, head) == best
+        wanted = head_tiles(num, columns, programs, True)
+        assert wanted * columns <= programs
+        assert bool(wanted) == (columns <= programs)
+
+
+def test_a_short_product_has_no_head(device: Device, heaps: dict[str, Heap]) -> None:
+    shape = GemmShape(height=2, width=4, depth=16)
+    for k, has_head in ((127, False), (128, True)):
+        exchange = gemm_exchange((10, k), (4, k), torch.float32, (4, 6), (4, 5))
+        given = device, buffers_of(exchange, heaps), (10, k), (4, k), torch.float32
+        made = DmaGemm(*given, slice_rows=3, shape=shape, head=True)
+        assert bool(made.head) == has_head
+        made.close()
+        made = DmaGemm(*given, slice_rows=3, shape=shape, head=False)
+        assert not made.head
+        made.close()
 
 
 def test_bags_are_held_against_what_was_planned(device: Device, heaps: dict[str, Heap]) -> None:

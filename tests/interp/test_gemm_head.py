@@ -1,0 +1,115 @@
+"""A product with a head under Triton's interpreter: its first row tiles in two halves of K; no GPU needed."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from tests.interp.child import printed
+
+#: Rows for each rank, N, K, row tiles of the head, rows of a slice. A tile is 16 x 32 of depth 32, and K has more.
+SHAPES = [
+    ((21, 0, 40), 50, 72, 2, 12),  # ragged everywhere; the head ends inside a slice of no whole tile
+    ((32, 32), 64, 128, 2, 32),  # even: no mask at all; the head is a slice
+    ((16, 48, 16), 33, 33, 3, 48),  # the second half of K has one element
+    ((5, 30), 7, 95, 1, 20),
+    ((16, 17), 40, 160, 4, 16),  # nothing is left for the other kernel
+]
+DTYPES = (torch.float32, torch.bfloat16)
+MUTATIONS = ("halves", "flags")
+RUNS = 3
+
+
+def test_head_and_rest_are_the_product(need: Callable[[str, object], None]) -> None:
+    need("triton", importlib.util.find_spec("triton"))
+    assert printed(__file__) == ["right"] * (len(SHAPES) * len(DTYPES)) + ["found"] * len(MUTATIONS)
+
+
+class _Product:
+    """Tables, counters and flags, kept from run to run; memory to work in is NaN at first."""
+
+    def __init__(self, rows: tuple[int, ...], n: int, k: int, head: int, slice_rows: int, dtype: torch.dtype) -> None:
+        from dovetail.ops.gpu import tiles
+
+        self.n, self.k, self.m, self.head, self.dtype = n, k, sum(rows), head, dtype
+        self.made = tiles.row_tiles(rows, 0, 16, slice_rows=slice_rows)
+        self.table = torch.from_numpy(self.made.tiles.copy())
+        self.slice_tiles = torch.from_numpy(self.made.slice_tiles.copy())
+        self.words, self.counters = (torch.zeros(len(self.made.slices), dtype=torch.int64) for _ in range(2))
+        self.flags = torch.tensor([self.words.data_ptr() + 8 * s for s in range(len(self.words))])
+        self.columns = -(-n // 32)
+        self.halves = torch.full((head * self.columns, 2, 16, 32), float("nan"))
+        self.arrivals = torch.zeros(head * self.columns, dtype=torch.int64)
+        self.y = torch.empty(self.m, n, dtype=dtype)
+
+    def operands(self, run: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whole numbers: sums are exact in any order, so that bits can be compared."""
+        made = torch.Generator().manual_seed(run)
+        x, w = (torch.randint(-4, 5, (r, self.k), generator=made).to(self.dtype) for r in (self.m, self.n))
+        return x, w
+
+    def how(self) -> dict[str, Any]:
+        even = [self.made.is_even(16), self.n % 32 == 0, self.k % 32 == 0]
+        return {"BM": 16, "BN": 32, "BK": 32, "GROUP": 2, "PRECISION": "ieee", "SOFT": True} | dict(
+            zip(("EVEN_M", "EVEN_N", "EVEN_K"), even, strict=True)
+        )
+
+    def compute(self, x: torch.Tensor, w: torch.Tensor, value: int) -> Iterator[int]:
+        """Yields how many row tiles are finished: those of the head, then all."""
+        from dovetail.ops.kernels.gemm import gemm_head_kernel, gemm_slices_kernel
+
+        gemm_head_kernel[(2 * self.head * self.columns,)](
+            x, w, self.y, self.table, self.slice_tiles, self.counters, self.flags, self.halves, self.arrivals, value,
+            self.head, self.n, self.k, **self.how(),
+        )  # fmt: skip
+        yield self.head
+        if rest := len(self.table) - self.head:
+            gemm_slices_kernel[(3,)](
+                x, w, self.y, self.table[self.head :].clone(), self.slice_tiles, self.counters, self.flags, value, rest,
+                self.n, self.k, PROGRAMS=3, **self.how(),
+            )  # fmt: skip
+        yield len(self.table)
+
+    def wrong(self, run: int) -> str:
+        """One run: every element that is to be there, no other, and flags of exactly the slices that are complete."""
+        from dovetail.ops.gpu import tiles
+
+        x, w = self.operands(run)
+        want = (x.float() @ w.float().T).to(self.dtype)
+        self.y.fill_(float("nan"))
+        before, value = self.words.clone(), (run << 40) + 5
+        for finished in self.compute(x, w, value):
+            done = torch.zeros(self.m, dtype=torch.bool)
+            for first, end, *_ in self.made.tiles[:finished].tolist():
+                done[first:end] = True
+            if not torch.equal(self.y[done], want[done]) or not self.y[~done].isnan().all():
+                return f"run-{run}-y-after-{finished}"
+            complete = [bool(done[s[tiles.FIRST] : s[tiles.END]].all()) for s in self.made.slices]
+            if self.words.tolist() != torch.where(torch.tensor(complete), value, before).tolist():
+                return f"run-{run}-flags-after-{finished}"
+        return ""
+
+
+def _case(shape: Any, dtype: torch.dtype) -> str:
+    product = _Product(*shape, dtype)
+    wrong = [product.wrong(run) for run in range(1, RUNS + 1)]
+    return next((w for w in wrong if w), "right")
+
+
+def _mutation(name: str) -> str:
+    """A head that takes the first program of a tile for the second, or a slice that counts a tile twice, is seen."""
+    product = _Product(*SHAPES[0], torch.float32)
+    if name == "halves":
+        product.arrivals += 1
+    else:
+        product.counters += 1
+    return "found" if product.wrong(1) else f"not-found:{name}"
+
+
+if __name__ == "__main__":
+    cases = [_case(*given) for given in itertools.product(SHAPES, DTYPES)]
+    print(*cases, *(_mutation(name) for name in MUTATIONS))
