@@ -13,11 +13,11 @@ from tests.interp.child import printed
 
 #: Rows for each rank, N, K, row tiles of the head, rows of a slice. A tile is 16 x 32 of depth 32, and K has more.
 SHAPES = [
-    ((21, 0, 40), 50, 72, 2, 12),  # ragged everywhere; the head ends inside a slice of no whole tile
+    ((21, 0, 40), 50, 72, 1, 24),  # ragged everywhere; the head ends inside a slice
     ((32, 32), 64, 128, 2, 32),  # even: no mask at all; the head is a slice
     ((16, 48, 16), 33, 33, 3, 48),  # the second half of K has one element
     ((5, 30), 7, 95, 1, 20),
-    ((16, 17), 40, 160, 4, 16),  # nothing is left for the other kernel
+    ((16, 17), 40, 160, 3, 16),  # nothing is left for the other kernel
 ]
 DTYPES = (torch.float32, torch.bfloat16)
 MUTATIONS = ("halves", "flags")
@@ -101,12 +101,12 @@ def _case(shape: Any, dtype: torch.dtype) -> str:
 
 
 def _mutation(name: str) -> str:
-    """A head that takes the first program of a tile for the second, or a slice that counts a tile twice, is seen."""
+    """A head that takes the first program of a tile for the second, or a slice that lacks a tile, is seen."""
     product = _Product(*SHAPES[0], torch.float32)
     if name == "halves":
         product.arrivals += 1
     else:
-        product.counters += 1
+        product.counters += product.columns
     return "found" if product.wrong(1) else f"not-found:{name}"
 
 

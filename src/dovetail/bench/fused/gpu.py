@@ -149,10 +149,12 @@ class _Site:
         with contextlib.ExitStack() as stack:
             made = []
             for tile in GEMM_TILES:
-                made.append(DmaGemm(self._session.device, buffers, x.shape, w.shape, x.dtype, shape=tile))
-                stack.callback(made[-1].close)
+                each = DmaGemm(self._session.device, buffers, x.shape, w.shape, x.dtype, shape=tile, head=tile.head)
+                stack.callback(each.close)
+                if Work.is_distinct(tile, each):
+                    made.append(each)
             plain = _contender("torch", lambda: torch.mm(x, w.t(), out=out), buffers)
-            ours = [_contender(Work.tile_name(e.shape), functools.partial(e.compute, x, w), buffers) for e in made]
+            ours = [_contender(Work.tile_name(e.shape, e), functools.partial(e.compute, x, w), buffers) for e in made]
             for contender, each in zip(ours, made, strict=True):
                 each.y.fill_(float("nan"))
                 self._run(contender)
@@ -216,8 +218,9 @@ class _Site:
                 with work.scope():
                     by_itself = found is alone
                     contender = work.ours(tile)[0] if by_itself else work.fused(num_slices, Order.REMOTE, tile)
-                    time_us = self._quick_us(contender, 3)
-                    found.append((time_us, work.settled(tile, contender.made)))
+                    if work.is_distinct(tile, contender.made):
+                        time_us = self._quick_us(contender, 3)
+                        found.append((time_us, work.settled(tile, contender.made)))
         best, best_fused = (min(found, key=lambda each: each[0])[1] for found in (alone, fused))
         self._tiles[work.shape.op] = best
         return best, best_fused

@@ -65,8 +65,8 @@ class Spec:
     shapes: tuple[Shape, ...]
     ranks: int = 4
     """The GPU and its peers in host memory."""
-    slices: tuple[int, ...] = (6, 12, 24, 48)
-    """Slices of all that leaves, tried with the `dma` transport."""
+    slices: tuple[tuple[int, tuple[int, ...]], ...] = ((64 << 20, (6, 12, 24, 48)), (0, (3, 4, 6, 8, 12)))
+    """Slices of all that leaves, tried with the `dma` transport: the first whose bytes the communication reaches."""
     least_slice_bytes: int = 1 << 19
     """Numbers that would make smaller ones are not tried."""
     chunks: tuple[int, ...] = (3, 6, 12, 24)
@@ -88,7 +88,8 @@ class Spec:
     def __post_init__(self) -> None:
         if self.ranks < 2:
             raise ValueError(f"there is a GPU and at least one peer, not {self.ranks} ranks")
-        if min((*self.slices, *self.chunks, self.checks, self.fewest_rounds), default=0) < 1:
+        slices = [number for _, numbers in self.slices for number in numbers]
+        if min((*slices, *self.chunks, self.checks, self.fewest_rounds), default=0) < 1:
             raise ValueError("slices, chunks, checks and rounds are at least 1")
         if not self.seconds > 0:
             raise ValueError(f"seconds is {self.seconds}; it must be above 0")
@@ -97,9 +98,10 @@ class Spec:
         """Numbers of slices for so many bytes.
 
         >>> Spec(shapes=()).slices_of(16 << 20)
-        (6, 12, 24)
+        (3, 4, 6, 8, 12)
         """
-        return tuple(n for n in self.slices if size_bytes / n >= self.least_slice_bytes) or self.slices[:1]
+        numbers = next(numbers for least, numbers in self.slices if size_bytes >= least)
+        return tuple(n for n in numbers if size_bytes / n >= self.least_slice_bytes) or numbers[:1]
 
     def width(self, size_bytes: int) -> int:
         """N of the product whose communication is so large."""
@@ -125,6 +127,6 @@ def full() -> Spec:
 def quick() -> Spec:
     """A miniature: balance of both operators, equal splits."""
     return Spec(
-        shapes=grid(ratios=(1.0,), splits=(Split.EQUAL,)), slices=(6, 12, 24), chunks=(6, 12), seconds=0.3,
-        products=((4096, 4096, 4096),),
+        shapes=grid(ratios=(1.0,), splits=(Split.EQUAL,)), chunks=(6, 12), seconds=0.3,
+        slices=((64 << 20, (6, 12, 24)), (0, (3, 6, 12))), products=((4096, 4096, 4096),),
     )  # fmt: skip

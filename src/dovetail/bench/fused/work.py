@@ -40,7 +40,19 @@ from dovetail.ops.gpu.tiles import Order
 #: A forgotten flag ends a run soon: a kernel that is over raises no more.
 TIMEOUT_S = 20.0
 _POISON = 0xFF  # NaN in every float that is written with it
-GEMM_TILES = (GemmShape(), GemmShape(group=4), GemmShape(width=128, group=4, stages=4))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmTile(GemmShape):
+    """A cut of a product, with a head or without; how large it is follows from the shape."""
+
+    head: bool = False
+
+
+GEMM_TILES = tuple(
+    GemmTile(**cut, head=head)
+    for cut in ({}, {"group": 4}, {"width": 128, "group": 4, "stages": 4}) for head in (False, True)
+)  # fmt: skip
 #: Fewer programs leave more of the memory to copies; those that a multiprocessor can't hold are not launched.
 POOL_TILES = tuple(PoolShape(programs=number) for number in (8, 7, 6, 5))
 WORDS = {True: "device", False: "host"}  #: where flags lie, as a record names it
@@ -122,10 +134,12 @@ class Work(ABC):
     in_place: bool  #: torch writes to `y`
 
     @staticmethod
-    def tile_name(tile: Any) -> str:
-        """As a row names it."""
+    def tile_name(tile: Any, made: Any = None) -> str:
+        """As a row names it: ``128x256g8+4`` has a head of four row tiles, which the operator `made` with it tells."""
         if isinstance(tile, GemmShape):
-            return f"{tile.height}x{tile.width}g{tile.group}p{tile.programs}"
+            head = f"+{made.head}" if made is not None and made.head else ""
+            programs = f"p{tile.programs}" if tile.programs > 1 else ""
+            return f"{tile.height}x{tile.width}g{tile.group}{programs}{head}"
         return f"{tile.bags}x{tile.depth}w{tile.warps}p{tile.programs}"
 
     @staticmethod
@@ -133,6 +147,11 @@ class Work(ABC):
         """A tile as it was launched: with programs that fit."""
         number = getattr(made, "programs", 0)
         return replace(tile, programs=number) if number else tile
+
+    @staticmethod
+    def is_distinct(tile: Any, made: Any) -> bool:
+        """Whether it differs from the others: a tile with a head is like one without where there can be none."""
+        return not getattr(tile, "head", False) or bool(made.head)
 
     # --- forms
 
@@ -169,7 +188,8 @@ class Work(ABC):
     def ours(self, tile: Any) -> list[Contender]:
         """Our kernel alone, and before the collective."""
         made = self._kept(self.dma(1, Order.REMOTE, tile, self.buffers))
-        y, setting, name = self.buffers.y[GPU], {"tile": self.tile_name(tile)}, f"ours {self.tile_name(tile)}"
+        y, cut = self.buffers.y[GPU], self.tile_name(tile, made)
+        setting, name = {"tile": cut}, f"ours {cut}"
 
         def after(unfused: Unfused, stream: int) -> Any:
             self.compute(made)
@@ -193,11 +213,12 @@ class Work(ABC):
         """Slices behind flags."""
         buffers = buffers or self.buffers
         made = self._kept(self.dma(num_slices, order, tile, buffers))
+        cut = self.tile_name(tile, made)
         return Contender(
-            kind=Kind.DMA, name=self._name(f"{num_slices} slices {order} {self.tile_name(tile)}", buffers),
+            kind=Kind.DMA, name=self._name(f"{num_slices} slices {order} {cut}", buffers),
             start=lambda stream: self.start(made, stream), buffers=buffers, made=made,
             setting={"slices": num_slices, "slice_rows": made.slice_rows, "order": str(order), "lanes": LANES,
-                     "words": WORDS[WORDS_ON_DEVICE], "tile": self.tile_name(tile)} | self._layout(buffers),
+                     "words": WORDS[WORDS_ON_DEVICE], "tile": cut} | self._layout(buffers),
         )  # fmt: skip
 
     def decomposed(
@@ -334,10 +355,10 @@ class GemmWork(Work):
         y = self.buffers.y[GPU][: self.exchange.y_bytes(GPU)].view(self.dtype).view(len(self.x), len(self.w))
         return gemm_rows(self.x, self.w, y)
 
-    def dma(self, num_slices: int, order: Order, tile: GemmShape, buffers: Buffers) -> DmaGemm:
+    def dma(self, num_slices: int, order: Order, tile: GemmTile, buffers: Buffers) -> DmaGemm:
         """See `Work`."""
         return DmaGemm(
-            self.device, buffers, self.x.shape, self.w.shape, self.dtype, order=order, shape=tile,
+            self.device, buffers, self.x.shape, self.w.shape, self.dtype, order=order, shape=tile, head=tile.head,
             slice_rows=self.slice_rows(num_slices), timeout_s=TIMEOUT_S,
         )  # fmt: skip
 

@@ -212,16 +212,56 @@ def gemm_exchange(
     return Exchange(send=tuple(send), receive=tuple(receive), row_bytes=(width,) * len(send))
 
 
+#: Steps of a tile's depth that each half of K has at least: two programs to a tile must be worth the sum.
+_HALF_STEPS = 4
+
+
+def waves(num_tiles: int, columns: int, programs: int, head: int = 0) -> float:
+    """How often a tile's time a product takes: `num_tiles` row tiles of so many columns on so many programs.
+
+    The first `head` row tiles are computed by two programs to a tile, in half the time.
+
+    >>> waves(20, 16, 132), waves(20, 16, 132, head=4)
+    (3.0, 2.5)
+    """
+    return -(-2 * head * columns // programs) / 2 + -(-(num_tiles - head) * columns // programs)
+
+
+def head_tiles(num_tiles: int, columns: int, programs: int, wanted: bool | None = None) -> int:
+    """How many row tiles the head has: as many as make the fewest waves, the most of those; 0 if there is none.
+
+    By default there is a head if it makes fewer waves and all of its programs fit at once. If one is `wanted`, it is
+    the best there is, even if nothing is gained but an early start; then it may take up to a whole wave.
+
+    >>> head_tiles(20, 16, 132), head_tiles(132, 32, 132), head_tiles(132, 32, 132, wanted=True)
+    (4, 0, 2)
+    """
+    most = min(num_tiles, (2 if wanted else 1) * programs // (2 * max(columns, 1)))
+    if wanted is False or most < 1:
+        return 0
+    found, head = min((waves(num_tiles, columns, programs, head), -head) for head in range(1, most + 1))
+    return -head if wanted or found < waves(num_tiles, columns, programs) else 0
+
+
 class DmaGemm:
-    """y = x @ w.T on the GPU, rows sent to peers in host memory slice by slice. An owner: `close()`."""
+    """y = x @ w.T on the GPU, rows sent to peers in host memory slice by slice. An owner: `close()`.
+
+    Nothing can be sent before the first tiles are finished, and a last wave that is not full leaves programs idle.
+    A head helps with both: the first row tiles by two programs to a tile, which takes half a wave.
+    """
 
     def __init__(
         self, device: Device, buffers: Buffers, x_shape: Sequence[int], w_shape: Sequence[int], dtype: torch.dtype, *,
         slice_rows: int | None = None, order: Order | str = Order.REMOTE, pace: Pace | str = Pace.STEP,
-        shape: GemmShape | None = None, timeout_s: float | None = None, lanes: int = LANES,
+        shape: GemmShape | None = None, head: bool | None = None, timeout_s: float | None = None, lanes: int = LANES,
         words_on_device: bool = WORDS_ON_DEVICE,
     ) -> None:  # fmt: skip
-        """`buffers` of `gemm_exchange`; `slice_rows`: rows that one flag stands for, whole tiles are best."""
+        """`buffers` of `gemm_exchange`; `slice_rows`: rows that one flag stands for, whole tiles are best.
+
+        `head`: see `head_tiles`; there is none if K is too short to be halved.
+        """
+        import torch
+
         exchange, self.shape = buffers.exchange, shape or GemmShape()
         gemm_exchange(x_shape, w_shape, dtype, exchange.send, exchange.receive)
         (self.M, self.K), self.N, self.dtype = x_shape, w_shape[0], dtype
@@ -231,6 +271,13 @@ class DmaGemm:
         self.y = buffers.y[GPU][: exchange.y_bytes(GPU)].view(dtype).view(self.M, self.N)
         self._tables = _Tables(self.tiles, self.y.device)
         self._programs = device.driver.num_multiprocessors(device.index) * self.shape.programs
+        columns, is_deep = -(-self.N // self.shape.width), 2 * _HALF_STEPS * self.shape.depth <= self.K
+        #: Row tiles of the head.
+        self.head = head_tiles(len(self.tiles.tiles), columns, self._programs, head if is_deep else False)
+        self._rest = self._tables.tiles[self.head :].clone()
+        sums = (self.head * columns, 2, height, self.shape.width)
+        self._halves = torch.empty(sums, dtype=torch.float32, device=self.y.device)
+        self._arrivals = torch.zeros(self.head * columns, dtype=torch.int64, device=self.y.device)
         self._operands: tuple[torch.Tensor, torch.Tensor] | None = None
         plan = exchange.sliced(self.tiles, pace=pace, lanes=lanes)
         self.run = SlicedRun(
@@ -261,18 +308,25 @@ class DmaGemm:
         self._launch(flags.addresses, flags.value)
 
     def _launch(self, flags: torch.Tensor, value: int) -> None:
-        from dovetail.ops.kernels.gemm import gemm_slices_kernel
+        from dovetail.ops.kernels.gemm import gemm_head_kernel, gemm_slices_kernel
 
         assert self._operands is not None
         (x, w), s, t = self._operands, self.shape, self._tables
-        if not len(t.tiles):
-            return
-        gemm_slices_kernel[(self._programs,)](
-            x, w, self.y, t.tiles, t.slice_tiles, t.counters, flags, value, len(t.tiles), self.N, self.K,
-            BM=s.height, BN=s.width, BK=s.depth, GROUP=s.group, PROGRAMS=self._programs,
-            EVEN_M=self.tiles.is_even(s.height), EVEN_N=self.N % s.width == 0, EVEN_K=self.K % s.depth == 0,
-            PRECISION="ieee", SOFT=not x.is_cuda, num_warps=s.warps, num_stages=s.stages,
-        )  # fmt: skip
+        how = {
+            "BM": s.height, "BN": s.width, "BK": s.depth, "GROUP": s.group, "EVEN_M": self.tiles.is_even(s.height),
+            "EVEN_N": self.N % s.width == 0, "EVEN_K": self.K % s.depth == 0, "PRECISION": "ieee",
+            "SOFT": not x.is_cuda, "num_warps": s.warps, "num_stages": s.stages,
+        }  # fmt: skip
+        if self.head:
+            gemm_head_kernel[(2 * len(self._arrivals),)](
+                x, w, self.y, t.tiles, t.slice_tiles, t.counters, flags, self._halves, self._arrivals, value,
+                self.head, self.N, self.K, **how,
+            )  # fmt: skip
+        if len(self._rest):
+            gemm_slices_kernel[(self._programs,)](
+                x, w, self.y, self._rest, t.slice_tiles, t.counters, flags, value, len(self._rest), self.N, self.K,
+                PROGRAMS=self._programs, **how,
+            )  # fmt: skip
 
     def close(self) -> None:
         """Waits for the last run."""
