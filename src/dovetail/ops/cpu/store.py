@@ -26,14 +26,14 @@ from dovetail.ops.group import NUM_WORDS, OpsGroup
 from dovetail.plan.step import ReduceOp
 
 #: Rows of a destination below which one product for all of them, and copies, beat a product per destination: each reads
-#: all of w. Measured on two cores (docs/design/ops.md).
+#: all of w.
 _FEW_ROWS = 48
 #: Bytes of a result up to which every rank adds up all of it, which saves a meeting.
 _ONESHOT_BYTES = 512 << 10
 #: Bytes that a stage takes from all ranks at most.
 _STAGE_BYTES = 16 << 20
-#: Bytes of an input up to which it is copied to the peers, and of a result up to which it is copied out of the stage.
-_COPIED_BYTES = 256 << 10
+#: Bytes of a result up to which it is copied out of the stage, and of an input up to which it is copied to the peers.
+_COPIED_BYTES, _COPIED_INPUT = 256 << 10, 2 << 20
 
 
 #: The plan's dtypes by number, and the loaded native part: looked up in every call.
@@ -55,6 +55,12 @@ def local_first(rank: int, size: int) -> list[int]:
 Order = Callable[[int, int], list[int]]
 
 
+def _in_one(c: calls.Product, rows: int) -> bool:
+    """Whether one product for all ranks' rows is the faster: of few rows, and of 16-bit floats, for which w is made
+    ready anew in each."""
+    return c.world > 1 and (rows < _FEW_ROWS or c.dtype.itemsize < 4)
+
+
 def gemm_all_to_all(g: OpsGroup, c: calls.GemmAllToAll, *, order: Order = remote_first) -> torch.Tensor:
     """Each destination's rows, written where they end."""
     rank, size, n = g.group.rank, g.group.size, c.n
@@ -63,9 +69,7 @@ def gemm_all_to_all(g: OpsGroup, c: calls.GemmAllToAll, *, order: Order = remote
     out = g.blocks.empty((sum(c.receive), n), c.dtype)
     slots = g.agree(c.text, (g.blocks.offset(out),), (*c.send, *c.receive))
     starts = [sum(c.send[:d]) for d in range(size)]
-    whole = None
-    if size > 1 and c.rows < _FEW_ROWS * size and c.rows:
-        whole = torch.mm(c.x, c.w.t())
+    whole = torch.mm(c.x, c.w.t()) if c.rows and _in_one(c, c.rows // size) else None
     with _unfinished(g, out):
         for d in order(rank, size):
             if not c.send[d]:
@@ -90,28 +94,32 @@ def _gemm_small(g: OpsGroup, c: calls.GemmAllToAll) -> torch.Tensor | None:
     if not 0 < part * size <= _COPIED_BYTES or (bases := g.push(part * size)) is None:
         return None
     whole = torch.mm(c.x, c.w.t())
+    here, copy = whole.data_ptr(), _native().copy
     for d in remote_first(rank, size):
-        g.at(d, bases[d] + rank * part, (m, n), c.dtype).copy_(whole[d * m : (d + 1) * m])
+        copy(g.base(d) + bases[d] + rank * part, here + d * part, part)
     g.agree(c.text, (), (*c.send, *c.receive))
-    return whole.copy_(g.at(rank, bases[rank], (size * m, n), c.dtype))
+    copy(here, g.base(rank) + bases[rank], size * part)
+    return whole
 
 
 def all_gather_matmul(g: OpsGroup, c: calls.AllGatherMatmul, *, order: Order = local_first) -> torch.Tensor:
     """Peers' rows are read where they are; its own come first, while late ranks arrive. A small x is sent around."""
     rank, size, m = g.group.rank, g.group.size, c.rows
-    if size > 1 and 0 < c.x.nbytes <= _COPIED_BYTES and (bases := g.push(c.x.nbytes * size)) is not None:
+    part = c.x.nbytes
+    if size > 1 and 0 < part <= _COPIED_INPUT and (bases := g.push(part * size)) is not None:
+        here, copy = c.x.data_ptr(), _native().copy
         for d in remote_first(rank, size):
-            g.at(d, bases[d] + rank * c.x.nbytes, (m, c.k), c.dtype).copy_(c.x)
+            copy(g.base(d) + bases[d] + rank * part, here, part)
         g.agree(c.text)
         return torch.mm(g.at(rank, bases[rank], (size * m, c.k), c.dtype), c.w.t())
     offset = g.blocks.offset(c.x)
     if offset < 0 and size > 1 and c.x.numel():
-        here = g.scratch("x", c.x.nbytes)[: c.x.nbytes].view(c.dtype).view(c.x.shape)
-        here.copy_(c.x)
-        offset = g.blocks.offset(here)
+        shared = g.scratch("x", part)[:part].view(c.dtype).view(c.x.shape)
+        shared.copy_(c.x)
+        offset = g.blocks.offset(shared)
     slots = g.agree(c.text, (offset,))
     rows = [c.x if s == rank else g.at(s, slots[s][0], (m, c.k), c.dtype) for s in range(size)]
-    if m < _FEW_ROWS and size > 1:
+    if _in_one(c, m):
         out = torch.mm(torch.cat(rows), c.w.t())
     else:
         out = torch.empty((size * m, c.n), dtype=c.dtype)
@@ -126,8 +134,8 @@ def matmul_reduce_scatter(g: OpsGroup, c: calls.MatmulReduceScatter, *, order: O
     rank, size = g.group.rank, g.group.size
     m, n = c.rows // size, c.n
     part = m * n * c.dtype.itemsize
-    if size > 1 and 0 < m < _FEW_ROWS:
-        return _small_reduce_scatter(g, c, m, part)
+    if m and _in_one(c, m):
+        return _reduce_scatter_of_one(g, c, m, part)
 
     def send(bases: list[int]) -> None:
         for d in order(rank, size) if part else ():
@@ -139,8 +147,8 @@ def matmul_reduce_scatter(g: OpsGroup, c: calls.MatmulReduceScatter, *, order: O
     return out
 
 
-def _small_reduce_scatter(g: OpsGroup, c: calls.MatmulReduceScatter, m: int, part: int) -> torch.Tensor:
-    """One product, since each reads all of w; its pieces to their owners, and the sum where ours was."""
+def _reduce_scatter_of_one(g: OpsGroup, c: calls.MatmulReduceScatter, m: int, part: int) -> torch.Tensor:
+    """One product for all rows; its pieces to their owners."""
     rank, size = g.group.rank, g.group.size
     whole = torch.mm(c.x, c.w.t())
     here = whole.data_ptr()
@@ -151,9 +159,9 @@ def _small_reduce_scatter(g: OpsGroup, c: calls.MatmulReduceScatter, m: int, par
             copy(g.base(d) + bases[d] + rank * part, here + d * part, part)
 
     stage = _sent(g, c, part * size, send)
-    out = whole[rank * m : (rank + 1) * m]
+    out = torch.empty((m, c.n), dtype=c.dtype)
     add_up(out, [here + rank * part if s == rank else stage + s * part for s in range(size)])
-    return out.clone()
+    return out
 
 
 def _sent(g: OpsGroup, c: calls.Call, size_bytes: int, send: Callable[[list[int]], None]) -> int:
