@@ -159,7 +159,9 @@ def _reduce_scatter_of_one(g: OpsGroup, c: calls.MatmulReduceScatter, m: int, pa
             copy(g.base(d) + bases[d] + rank * part, here + d * part, part)
 
     stage = _sent(g, c, part * size, send)
-    out = torch.empty((m, c.n), dtype=c.dtype)
+    # A small sum stays where our own piece was; a large one would keep everybody's pieces in memory.
+    small = part * size <= _COPIED_BYTES
+    out = whole[rank * m : (rank + 1) * m] if small else torch.empty((m, c.n), dtype=c.dtype)
     add_up(out, [here + rank * part if s == rank else stage + s * part for s in range(size)])
     return out
 
@@ -210,12 +212,12 @@ def _oneshot(g: OpsGroup, c: calls.GemvAllReduce) -> torch.Tensor:
     rank, size = g.group.rank, g.group.size
     part = c.rows * c.n * c.dtype.itemsize
     out = torch.mm(c.x, c.w.t())
-    here = out.data_ptr()
+    here, copy = out.data_ptr(), _native().copy
 
     def send(bases: list[int]) -> None:
-        copy = _native().copy
-        for d in remote_first(rank, size)[:-1] if part else ():
-            copy(g.base(d) + bases[d] + rank * part, here, part)
+        for d, base in enumerate(bases):
+            if d != rank and part:
+                copy(g.base(d) + base + rank * part, here, part)
 
     stage = _sent(g, c, part * size, send)
     add_up(out, [here if s == rank else stage + s * part for s in range(size)])
