@@ -37,13 +37,7 @@ WAITS = {
     "embedding_all_to_all": (ENTRY, DONE),
 }
 NAMES = ("entry", "done", "arrived", "local", "nothing")
-ALONE = (
-    "slices-gemm",
-    "slices-embedding",
-    "sgd",
-    "sgd-mean-bf16",
-    "adagrad",
-)
+ALONE = ("slices-gemm", "slices-embedding")
 TOGETHER = {
     2: (
         *(f"{op}-{dtype}" for op in OPS for dtype in ("fp32", "bf16")),
@@ -552,54 +546,12 @@ def _embedding_slices() -> str:
     return ""
 
 
-def _update(mode: str, dtype: torch.dtype, adagrad: bool) -> str:
-    """In-place updates against plain torch on a dense gradient; rows repeat, one value is out of range."""
-    from dovetail.ops.gpu import update
-
-    batch, dim, sizes, lr = 6, 20, [5, 9], 0.5
-    weights = [lib.numbers(t, 1, n, dim, dtype=dtype) for t, n in enumerate(sizes)]
-    values, offsets = lib.bags(0, 1, 2, batch, sizes, 5)
-    grad = lib.numbers(3, 1, batch, 2, dim, dtype=dtype)
-    scales = lib.numbers(4, 1, len(values), dtype=torch.float32) if mode == "sum" else None
-    dense = [torch.zeros(n, dim, dtype=torch.float64) for n in sizes]
-    values[2] = 5_000_000_000
-    for t in range(2):
-        for b in range(batch):
-            begin, end = (int(offsets[t * batch + b + j]) for j in (0, 1))
-            for place in range(begin, end):
-                if place != 2:
-                    scale = float(scales[place]) if scales is not None else 1 / (end - begin)
-                    dense[t][values[place]] += scale * grad[b, t].double()
-    sorted_bags = update.sort_bags(weights, values, offsets, mode=mode, per_sample_weights=scales)
-    if not adagrad:
-        want = [(w.double() - lr * g).to(dtype) for w, g in zip(weights, dense, strict=True)]
-        update.sgd_update(weights, sorted_bags, grad, lr)
-    else:
-        states = [torch.rand(n) for n in sizes]
-        after = [s.double() + (g**2).mean(1) for s, g in zip(states, dense, strict=True)]
-        want = [
-            (w.double() - lr * g / (a.sqrt() + 1e-8)[:, None]).to(dtype)
-            for w, g, a in zip(weights, dense, after, strict=True)
-        ]
-        update.rowwise_adagrad_update(weights, states, sorted_bags, grad, lr)
-        for state, a in zip(states, after, strict=True):
-            if not torch.allclose(state.double(), a, rtol=1e-5):
-                return f"states {state} instead of {a}"
-    for w, right in zip(weights, want, strict=True):
-        if not torch.allclose(w.float(), right.float(), rtol=2 * torch.finfo(dtype).eps, atol=1e-5):
-            return lib.differs(w, right)
-    return ""
-
-
 def _main() -> None:
     import dovetail
 
     alone = {
         "slices-gemm": _gemm_slices,
         "slices-embedding": _embedding_slices,
-        "sgd": lambda: _update("sum", torch.float32, False),
-        "sgd-mean-bf16": lambda: _update("mean", torch.bfloat16, False),
-        "adagrad": lambda: _update("sum", torch.float32, True),
     }
     import dovetail.language
 

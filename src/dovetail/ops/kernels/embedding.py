@@ -1,7 +1,7 @@
 # mypy: ignore-errors
-"""Pooled embedding bags over several tables, and the updates of their weights.
+"""Pooled embedding bags over several tables.
 
-Owns the arithmetic of a bag and of an update, and the kernel that tells slice by slice what is pooled; the one that
+Owns the arithmetic of a bag, and the kernel that tells slice by slice what is pooled; the one that
 stores to peers is in `fused_embedding.py`.
 
 Legend: T tables of this rank, of one dim D and dtype; B bags per table, those of all ranks: bag b goes to rank
@@ -96,89 +96,3 @@ def embedding_slices_kernel(
         last = arrive(counters + part, tl.load(slice_units + part) * T)
         flag = tl.load(flags + part)
         signal(flag.to(tl.pointer_type(tl.int64)), value, last & (flag != 0))
-
-
-@triton.jit
-def _gradient(
-    addresses, bags, scales, grad, place, num_values, D,
-    BLOCK_D: tl.constexpr, DEPTH: tl.constexpr, SCALED: tl.constexpr, SOFT: tl.constexpr,
-):  # fmt: skip
-    """The sum of the gradients of the values from `place` on that name the same row, in their order, fp32."""
-    dims, depth = tl.arange(0, BLOCK_D), tl.arange(0, DEPTH)
-    address = tl.load(addresses + place)
-    acc = tl.zeros((BLOCK_D,), tl.float32)
-    same = tl.full((), 1, tl.int32)
-    while same == 1:
-        at = place + depth
-        there = at < num_values
-        mine = there & (tl.load(addresses + at, mask=there, other=0) == address)
-        bag = tl.load(bags + at, mask=mine, other=0).to(tl.int64)
-        inside = mine[:, None] & (dims[None, :] < D)
-        part = widen(tl.load(grad + bag[:, None] * D + dims[None, :], mask=inside, other=0.0), SOFT)
-        if SCALED:
-            part = part * widen(tl.load(scales + at, mask=mine, other=0.0), SOFT)[:, None]
-        acc += tl.sum(part, axis=0)
-        same = tl.min(mine.to(tl.int32), axis=0)
-        place += DEPTH
-    return acc
-
-
-@triton.jit
-def _is_head(addresses, place):
-    """True if the value at `place` is the first that names its row; address 0 is no row."""
-    before = tl.load(addresses + place - 1, mask=place > 0, other=0)
-    return before != tl.load(addresses + place)
-
-
-@triton.jit(do_not_specialize=["num_values", "lr"])
-def sgd_update_kernel(
-    addresses, bags, scales, grad, lr: tl.float32, num_values: tl.int64, D,
-    DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, DEPTH: tl.constexpr, SCALED: tl.constexpr, SOFT: tl.constexpr,
-):  # fmt: skip
-    """row -= lr * gradient, in place, for every row that some value names; nothing of a table's size is made.
-
-    A program takes every `num_programs`-th value and does the whole row if that value is the first of its row, so the
-    result does not depend on who is faster. A row in many bags is one program's work.
-
-    Args:
-        addresses: int64 [num_values], the address of the row of weights of each value, sorted; equal ones in the order
-            of `values`. Those at address 0 are passed over.
-        bags: integers [num_values], in the same order: which row of `grad` a value's gradient is.
-        scales: a factor per value in the same order if SCALED (1 / length of the bag, a per-sample weight).
-        grad: pointer to rows of D.
-    """
-    dims = tl.arange(0, BLOCK_D)
-    place = tl.program_id(0).to(tl.int64)
-    while place < num_values:
-        if _is_head(addresses, place):
-            total = _gradient(addresses, bags, scales, grad, place, num_values, D, BLOCK_D, DEPTH, SCALED, SOFT)
-            at = tl.load(addresses + place).to(tl.pointer_type(DTYPE)) + dims
-            value = widen(tl.load(at, mask=dims < D, other=0.0), SOFT) - lr * total
-            tl.store(at, narrow(value, DTYPE, SOFT), mask=dims < D)
-        place += tl.num_programs(0)
-
-
-@triton.jit(do_not_specialize=["num_values", "lr", "eps"])
-def rowwise_adagrad_update_kernel(
-    addresses, states, bags, scales, grad, lr: tl.float32, eps: tl.float32, num_values: tl.int64, D,
-    DTYPE: tl.constexpr, BLOCK_D: tl.constexpr, DEPTH: tl.constexpr, SCALED: tl.constexpr, SOFT: tl.constexpr,
-):  # fmt: skip
-    """state += mean(gradient ** 2); row -= lr * gradient / (sqrt(state) + eps), in place; one fp32 state per row.
-
-    Args:
-        states: int64 [num_values], the address of the state of each value's row, in the order of `addresses`.
-
-    The others as in `sgd_update_kernel`.
-    """
-    dims = tl.arange(0, BLOCK_D)
-    place = tl.program_id(0).to(tl.int64)
-    while place < num_values:
-        if _is_head(addresses, place):
-            total = _gradient(addresses, bags, scales, grad, place, num_values, D, BLOCK_D, DEPTH, SCALED, SOFT)
-            state_at = tl.load(states + place).to(tl.pointer_type(tl.float32))
-            state = tl.load(state_at) + tl.sum(total * total, axis=0) / D
-            tl.store(state_at, state)
-            at = tl.load(addresses + place).to(tl.pointer_type(DTYPE)) + dims
-            value = widen(tl.load(at, mask=dims < D, other=0.0), SOFT) - lr * total / (tl.sqrt(state) + eps)
-            tl.store(at, narrow(value, DTYPE, SOFT), mask=dims < D)
-        place += tl.num_programs(0)
