@@ -90,13 +90,15 @@ print(version if found and tuple(map(int, found.groups())) >= (2, 11) else "")
 endef
 export TORCH_OF_CALLER
 
-# Prints the requirements of pyproject.toml, less torch: the environment has that already, and no other one may come in.
+# Prints the requirements of pyproject.toml, less torch: the environment has that already, and no other one may come in;
+# nor another Triton where torch has brought its own.
 define REQUIREMENTS
-import re, tomllib
+import importlib.util as u, re, tomllib
 with open("pyproject.toml", "rb") as file: project = tomllib.load(file)
 wanted = project["build-system"]["requires"] + project["project"]["dependencies"]
 wanted += project["project"]["optional-dependencies"]["dev"]
-print("\n".join(r for r in wanted if re.match(r"[\w-]+", r).group() not in ("torch", "triton")))
+there = {"torch"} | {name for name in ("triton",) if u.find_spec(name)}
+print("\n".join(r for r in wanted if re.match(r"[\w-]+", r).group() not in there))
 endef
 export REQUIREMENTS
 
