@@ -19,6 +19,7 @@ import torch
 
 import dovetail
 from dovetail import ops as fused
+from dovetail.errors import MismatchError
 from dovetail.ops.cpu import dma, store
 from dovetail.ops.group import OpsGroup, ops_group
 from tests.ranks import workers
@@ -329,7 +330,9 @@ def test_wait_for_what_peers_pushed(pools: Any, world: int, op: str, removed: bo
                 stack.enter_context(mock.patch.object(OpsGroup, "agree", postponed))
             right = problems[2].is_right(g, problems[2].run(g, "store"))
         for args in missed:
+            ops_group(g).transport = "store"
             agree(ops_group(g), *args)
+        ops_group(g).transport = ""
         assert used == [True]
         return right
 
@@ -493,3 +496,54 @@ def test_flags_follow_the_slices(pools: Any, world: int, op: str, early: bool) -
         return True
 
     assert pools.get(world).run(job) == [not early, True]
+
+
+# --- what a review found ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["gemm_all_to_all", "matmul_reduce_scatter"])
+@pytest.mark.parametrize("world", [2])
+def test_fewer_rows_than_slices(pools: Any, world: int, op: str) -> None:
+    """Rows of 400 KB, three for each rank: a slice is a row, and its flag releases no other one."""
+
+    def job() -> None:
+        g = workers.world()
+        for seed in range(3):
+            problem = product(op, 2, (6, 100_000, 2), torch.float32, seed)
+            with slow(lambda: 0.002):
+                assert problem.is_right(g, problem.run(g, "dma")), seed
+
+    pools.get(world).run(job)
+
+
+@pytest.mark.parametrize("world", [2])
+def test_ranks_use_one_transport(pools: Any, world: int) -> None:
+    """Also where nothing else of the call differs: one would read what the other has not sent."""
+
+    def job() -> str:
+        g = workers.world()
+        problem = product("gemm_all_to_all", 2, (6, 9, 5), torch.float32, 1)
+        for _ in range(3):
+            _checked(problem, "store")
+        with pytest.raises(MismatchError) as caught:
+            problem.run(g, "store" if g.rank else "unfused")
+        _checked(problem, "store")  # the group goes on
+        return str(caught.value)
+
+    assert all("by store" in said and "by unfused" in said for said in pools.get(world).run(job))
+
+
+@pytest.mark.parametrize("world", [2])
+def test_a_result_that_moves_to_other_memory(pools: Any, world: int) -> None:
+    """`share_memory_` gives a storage memory of torch's own; the block is not used again."""
+
+    def job() -> None:
+        g = workers.world()
+        problem = product("gemm_all_to_all", 2, (400, 40, 5), torch.float32, 1)
+        for _ in range(3):
+            found = problem.run(g, "store")
+            found.share_memory_()
+            assert problem.is_right(g, found)
+            del found
+
+    pools.get(world).run(job)

@@ -578,3 +578,30 @@ def _told(transport: str) -> tuple[str, str]:
 def test_ranks_were_told_different_transports(forked: None) -> None:
     """That of rank 0 holds."""
     assert dovetail.launch(_told, ranks=2, args=("unfused",)) == [("unfused", "DOVETAIL_TRANSPORT")] * 2
+
+
+def test_a_mean_of_a_long_bag(pools: Any) -> None:
+    """The length of a bag need not fit into the dtype: 70000 is infinite in fp16."""
+
+    def job() -> float:
+        weight = torch.zeros(4, 2, dtype=torch.float16, requires_grad=True)
+        world = workers.world().size
+        values = torch.zeros(70_000 * world, dtype=torch.int64)
+        offsets = torch.arange(world + 1) * 70_000
+        out = fused.embedding_all_to_all([weight], values, offsets, mode="mean")
+        out.sum().backward()
+        return float(weight.grad._values().float().min())
+
+    for found in pools.get(2).run(job):
+        assert found == pytest.approx(1 / 70_000, rel=0.05)  # what fp16 has near it
+
+
+def test_an_optimizer_needs_a_gradient(pools: Any) -> None:
+    """Tables that require none would never be updated, and nobody would be told."""
+
+    def job() -> None:
+        offsets = torch.arange(workers.world().size + 1)
+        with pytest.raises(ValueError, match="none of them requires one"):
+            fused.embedding_all_to_all([torch.zeros(4, 2)], torch.zeros(2, dtype=torch.int64), offsets, optimizer="sgd")
+
+    pools.get(2).run(job)

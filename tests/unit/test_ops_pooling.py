@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -110,3 +111,20 @@ def test_rounded_once() -> None:
     out = torch.empty(1, 1, 1, dtype=torch.bfloat16)
     pooling.pool(call, 0, 1, out)
     assert out.item() == 258.0
+
+
+def test_each_sample_is_pooled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By several threads, and in a forked child by threads of its own."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(pooling, "_FEW_LOOKUPS", 1)
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr(pooling, "_pool", lambda c, first, end, out: seen.append((first, end)))
+    call = calls.embedding_all_to_all(
+        [torch.zeros(4, 2)], torch.zeros(12, dtype=torch.int64), torch.arange(13), None, None, "sum", None, 1
+    )
+    pooling.pool(call, 0, 12, torch.zeros(12, 1, 2))
+    assert sorted(seen) == [(0, 4), (4, 8), (8, 12)]
+    before = pooling._threads()
+    if (child := os.fork()) == 0:
+        os._exit(int(pooling._threads() is before))
+    assert os.waitpid(child, 0)[1] == 0

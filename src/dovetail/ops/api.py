@@ -182,6 +182,8 @@ def _optimizer(name: str, state: Any, tables: Sequence[torch.Tensor]) -> None:
     for t, (s, w) in enumerate(zip(state, tables, strict=False)):
         if s.shape != w.shape[:1] or s.dtype is not torch.float32:
             raise ValueError(f"state[{t}] must be float32 [{w.shape[0]}], not {s.dtype} {tuple(s.shape)}")
+    if name and torch.is_grad_enabled() and not any(t.requires_grad for t in tables):
+        raise ValueError(f"optimizer {name!r} updates tables when their gradient comes, and none of them requires one")
 
 
 def explain(op: str, *arguments: Any, group: Any = None, transport: str = AUTO, **keywords: Any) -> Choice:

@@ -67,7 +67,9 @@ def rows(
     """The gradient of each looked-up row, [values, dim]."""
     found = bags.reshape(-1, bags.shape[2]).index_select(0, bag_of)
     if mode == "mean":
-        return found.div_(offsets.diff().index_select(0, bag_of).to(found.dtype)[:, None])
+        wide = torch.float64 if found.dtype is torch.float64 else torch.float32
+        lengths = offsets.diff().index_select(0, bag_of).to(wide)[:, None]
+        return (found.to(wide) / lengths).to(found.dtype)  # as going forward: a count may be too large for the dtype
     return found if scales is None else found.mul_(scales[:, None])
 
 

@@ -35,7 +35,8 @@ class OpsGroup:
         size = group.size
         self._head, self._words = struct.Struct(f"<q{_TEXT_BYTES}s"), struct.Struct(f"<{NUM_WORDS + 2 * size + 2}q")
         self._meeting = Meeting(group, self._head.size + self._words.size, "ops")
-        self._texts: dict[str, bytes] = {}
+        self._texts: dict[tuple[str, str], bytes] = {}
+        self.transport = ""  #: of the call that is being made: ranks must have the same one
         self._no_splits = (0,) * (2 * size)
         self.blocks, self.peers = Blocks(group.world), Peers(group.world)
         self._bases = [int(group.world.native.base(r)) for r in group.ranks]
@@ -70,11 +71,12 @@ class OpsGroup:
         Raises:
             MismatchError: they do not make the same call, or one refused its arguments; nothing was moved.
         """
-        known = self._texts.get(text)
+        known = self._texts.get((text, self.transport))
         if known is None:
             if len(self._texts) > 4096:
                 self._texts.clear()
-            known = self._texts[text] = self._head.pack(_CALL, text.encode()[:_TEXT_BYTES])
+            full = f"{text} by {self.transport}" if self.transport else text
+            known = self._texts[text, self.transport] = self._head.pack(_CALL, full.encode()[:_TEXT_BYTES])
         if words or splits:
             padded = (*words, *(0,) * (NUM_WORDS - len(words)))
             packed = self._words.pack(*padded, *(splits or self._no_splits), *self._mine)
@@ -180,6 +182,7 @@ class OpsGroup:
     def close(self) -> None:
         """Ends it on this rank, with its group."""
         self._meeting.close()
+        native.keep((self._stage, self._before))  # a member that calls on writes there before it finds out
         self._scratch.clear()
         self._stage = self._before = None
         self.known.clear()

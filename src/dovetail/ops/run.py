@@ -48,17 +48,23 @@ def run(group: Group, make: Callable[[int], C], transport: str = choose.AUTO) ->
     if (call.op, choice.transport) not in _said:
         _said.add((call.op, choice.transport))
         log.info("rank %d: %s runs %s (%s)", group.rank, call.text, *choice)
+    ranks = ops_group(group) if group.world.local else None
+    if ranks is not None:
+        ranks.transport = choice.transport
     try:
-        if choice.transport == choose.UNFUSED:
+        if ranks is None or choice.transport == choose.UNFUSED:
             return unfused.run(group, call)
         by = _CPU if call.device.type == "cpu" else _GPU
-        return by[choice.transport](ops_group(group), call)
-    except MismatchError:
-        raise  # all ranks have it, and nothing was moved
+        return by[choice.transport](ranks, call)
+    except (MismatchError, IndexError):
+        raise  # all ranks have it, and nothing was moved; a row out of range was of an earlier call
     except BaseException as error:
-        if group.ops is not None:
-            group.ops.fail(error)  # others would wait for this rank
+        if ranks is not None:
+            ranks.fail(error)  # others would wait for this rank
         raise
+    finally:
+        if ranks is not None:
+            ranks.transport = ""
 
 
 def backend_of_call(call: calls.Call) -> str:

@@ -47,7 +47,7 @@ class _Bound:
 
 def _cut(rows: int, row_bytes: int, slices: int | None) -> list[int]:
     """Row numbers at which a piece is cut: into `slices`, or as its size suggests."""
-    number = min(slices, max(rows, 1)) if slices else max(1, min(_MOST_SLICES, rows * row_bytes // _LEAST_BYTES))
+    number = max(1, min(slices or min(_MOST_SLICES, rows * row_bytes // _LEAST_BYTES), rows))
     return [rows * k // number for k in range(number + 1)]
 
 
@@ -82,9 +82,8 @@ def _bind(
         for d in order(i, size):
             cuts = _cut(send[i][d], widths[i], slices)
             begin, pitch = place(i, d)
-            for value, (a, b) in enumerate(itertools.pairwise(cuts), 1):
-                if a == b:
-                    continue
+            kept = [(a, b) for a, b in itertools.pairwise(cuts) if a < b]
+            for value, (a, b) in enumerate(kept, 1):
                 row = first_row(i, d) + a
                 pieces.append(
                     Slice(
@@ -99,9 +98,9 @@ def _bind(
         size, pieces, y_bytes=y_bytes, output_bytes=output_bytes, flags=Flags.DESTINATION, own=Own.PLACED
     )
     made = _Bound(PlanRunner(g.group, passes.entry(plan)), parts)
-    kept = [k for k in g.known if isinstance(k, tuple) and k[0] == "dma"]
-    if len(kept) >= _MOST_KEPT:
-        del g.known[kept[0]]
+    earlier = [k for k in g.known if isinstance(k, tuple) and k[0] == "dma"]
+    if len(earlier) >= _MOST_KEPT:
+        del g.known[earlier[0]]
     g.known[key] = made
     return made
 

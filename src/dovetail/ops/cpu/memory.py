@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from dovetail.errors import DovetailError
 from dovetail.hw.world import World
 
 #: Bytes of blocks above which free ones are given back to the heap.
@@ -54,8 +55,11 @@ class Blocks:
         else:
             self._blocks.move_to_end(size)
             for block in kept:
-                if block.is_free:
+                if block.is_free and not block.is_gone:
                     return block
+            lost = [block for block in kept if block.is_gone]
+            kept[:] = [block for block in kept if block not in lost]
+            self._bytes -= size * len(lost)
         self._shrink(size)
         made = _Block(self._world.empty((size,), torch.uint8))
         self._bytes += size
@@ -80,13 +84,18 @@ class Blocks:
 class _Block:
     """Memory, and how many users of it torch counts when nobody but this object has it."""
 
-    __slots__ = ("_alone", "_number", "_references", "_tensor", "storage")
+    __slots__ = ("_address", "_alone", "_number", "_references", "_tensor", "storage")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor, self.storage = tensor, tensor.untyped_storage()
-        self._number = self.storage._cdata
+        self._number, self._address = self.storage._cdata, self.storage.data_ptr()
         self._alone = torch._C._storage_Use_Count(self._number)
         self._references = sys.getrefcount(self.storage)  # a storage is one Python object, whoever asks for it
+
+    @property
+    def is_gone(self) -> bool:
+        """Its storage has other memory now: somebody moved a tensor over it (`share_memory_`)."""
+        return self.storage.data_ptr() != self._address
 
     @property
     def is_free(self) -> bool:
@@ -114,7 +123,9 @@ class Peers:
         self._views: dict[tuple[int, int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
 
     def at(self, rank: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor over a peer's memory; valid while the peer says so."""
+        """A contiguous tensor over a peer's memory; valid while the peer says so. An empty one is nowhere."""
+        if offset < 0 and 0 not in shape:
+            raise DovetailError(f"rank {rank} has posted memory that is not on its heap")
         key = (rank, offset, shape, dtype)
         found = self._views.get(key)
         if found is None:
@@ -123,7 +134,7 @@ class Peers:
             where = (rank, dtype)
             if where not in self._memory:
                 self._memory[where] = self._map(rank, dtype)
-            at = max(0, offset) // dtype.itemsize  # an empty tensor is nowhere
+            at = max(0, offset) // dtype.itemsize
             found = self._views[key] = self._memory[where].as_strided(shape, strides_of(shape), at)
         return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
@@ -26,10 +27,12 @@ def pool(c: EmbeddingAllToAll, first: int, end: int, out: torch.Tensor) -> None:
         _pool(c, first, end, out)
         return
     cuts = [first + (end - first) * k // threads for k in range(threads + 1)]
-    parts = [_threads().submit(_pool, c, a, b, out[a - first :]) for a, b in itertools.pairwise(cuts)]
-    _pool(c, cuts[0], cuts[1], out)
-    for part in parts:
-        part.result()
+    parts = [_threads().submit(_pool, c, a, b, out[a - first :]) for a, b in itertools.pairwise(cuts[1:])]
+    try:
+        _pool(c, cuts[0], cuts[1], out)
+    finally:
+        for part in parts:
+            part.result()
 
 
 def _pool(c: EmbeddingAllToAll, first: int, end: int, out: torch.Tensor) -> None:
@@ -44,3 +47,6 @@ def _pool(c: EmbeddingAllToAll, first: int, end: int, out: torch.Tensor) -> None
 @cache
 def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=max(1, torch.get_num_threads() - 1), thread_name_prefix="dovetail-pool")
+
+
+os.register_at_fork(after_in_child=_threads.cache_clear)  # the child has none of its parent's threads

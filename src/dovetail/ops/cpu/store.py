@@ -159,9 +159,7 @@ def _reduce_scatter_of_one(g: OpsGroup, c: calls.MatmulReduceScatter, m: int, pa
             copy(g.base(d) + bases[d] + rank * part, here + d * part, part)
 
     stage = _sent(g, c, part * size, send)
-    # A small sum stays where our own piece was; a large one would keep everybody's pieces in memory.
-    small = part * size <= _COPIED_BYTES
-    out = whole[rank * m : (rank + 1) * m] if small else torch.empty((m, c.n), dtype=c.dtype)
+    out = torch.empty((m, c.n), dtype=c.dtype)  # not our piece of `whole`: a tracer expects memory of its own
     add_up(out, [here + rank * part if s == rank else stage + s * part for s in range(size)])
     return out
 

@@ -234,6 +234,10 @@ class Shared:
             return  # a capture would end if an event were asked for
         while self._held and (self._held[0][0] is None or self._held[0][0].query()):
             self._held.popleft()
+        if self._held and not self._interpreted:
+            stream = torch.cuda.current_stream(self.device)
+            if self._last != stream:
+                stream.wait_event(self._held[-1][0])  # what this call writes, an earlier run may still be reading
 
     def _state(
         self, kind: Hashable, num_words: int, stage: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
