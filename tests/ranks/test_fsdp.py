@@ -292,6 +292,10 @@ def test_disabled_is_stock_again(ranks: Ranks, world: int) -> None:
 
         case = CASES["two ahead"]
         model, other = sharded(case), sharded(case)
+        x = workers.data(1, dist.get_rank(), 70, torch.float32).view(1, TOKENS, 7)
+        with fsdp.enable(model, "dma"):  # its group stays
+            model(x).sum().backward()
+        model.zero_grad()
         used = session.world().used_bytes
         before = [m._get_fsdp_state()._fsdp_param_groups[0]._all_gather_comm for m in (model, model.blocks[1])]
         fsdp.enable(model, "dma")
@@ -299,7 +303,6 @@ def test_disabled_is_stock_again(ranks: Ranks, world: int) -> None:
             fsdp.enable(model)
         with pytest.raises(ValueError, match=r"module '\(root\)' is enabled"):
             fsdp.enable(model.blocks[1])
-        x = workers.data(1, dist.get_rank(), 70, torch.float32).view(1, TOKENS, 7)
         model(x).sum().backward()
         assert session.world().used_bytes > used
         grads = [p.grad.to_local().clone() for p in model.parameters()]

@@ -54,6 +54,8 @@ if attach:
     assert z[0] == 4 * (g.rank // 2) + 1
 dovetail.barrier()
 print("well", g.rank)
+if attach:
+    dist.destroy_process_group()  # gloo's threads don't outlive Python
 """
 
 
