@@ -6,6 +6,7 @@ Owns shapes and dtypes. A call's `text` is what ranks compare: those of one call
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -26,30 +27,30 @@ _WRONG_OFFSETS, _WRONG_VALUE = 1, 2
 
 
 @dataclass(slots=True)
-class Call:
+class Call(ABC):
     """What all of them have."""
 
     op: ClassVar[str]
 
     @property
+    @abstractmethod
     def device(self) -> torch.device:
         """Where its tensors are."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def dtype(self) -> torch.dtype:
         """Of what is computed."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def text(self) -> str:
         """The call in words, without what may differ between ranks."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def load(self) -> tuple[int, int]:
         """(operations, bytes that this rank sends): what a choice depends on; the same on all ranks."""
-        raise NotImplementedError
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -25,43 +26,43 @@ from dovetail.ops.choose import Choice
 Run = Callable[[], torch.Tensor]
 
 
-class Case:
+class Case(ABC):
     """What both kinds have: `made` is the call as operators take it, `expected` what it has to give this rank."""
 
     inner: int  #: numbers that are added up for one of the result
     dtype: torch.dtype
 
+    @abstractmethod
     def fresh(self, iteration: int) -> None:
         """New arguments."""
-        raise NotImplementedError
 
+    @abstractmethod
     def expected(self) -> torch.Tensor:
         """By the reference, for the newest arguments."""
-        raise NotImplementedError
 
+    @abstractmethod
     def made(self) -> calls.Call:
         """The checked call, of the newest arguments."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fused(self, transport: str) -> Run:
         """Our operator."""
-        raise NotImplementedError
 
+    @abstractmethod
     def compute(self) -> Run:
         """torch's operator alone."""
-        raise NotImplementedError
 
+    @abstractmethod
     def gloo(self, compute: Run | None = None) -> Run:
         """torch's operator, or another, then gloo's collective."""
-        raise NotImplementedError
 
+    @abstractmethod
     def comm(self) -> Run:
         """Our collective alone, on a result that is ready."""
-        raise NotImplementedError
 
+    @abstractmethod
     def explain(self) -> Choice:
         """What `auto` takes."""
-        raise NotImplementedError
 
     def is_right(self, found: torch.Tensor, wanted: torch.Tensor) -> bool:
         """Within what the order of additions may change, numbers being of [-1, 1]: sums are made in fp32 and rounded to
