@@ -9,8 +9,9 @@ host it stalls what runs beside it.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -46,8 +47,33 @@ class Shape:
     @classmethod
     def of(cls, table: Table) -> Shape:
         """Of a table."""
-        size_bytes = table.size_bytes
-        return cls(row_bytes=round(size_bytes / max(int(table.rows.sum()), 1)), size_bytes=size_bytes)
+        return cls(row_bytes=round(table.size_bytes / max(table.num_rows, 1)), size_bytes=table.size_bytes)
+
+
+class _Places:
+    """Of which requests times were measured. Paths that were measured together share one, so that a search serves all.
+
+    Plain numbers: there are a few dozen, and arrays would cost more than the search.
+    """
+
+    def __init__(self, points: Sequence[tuple[int, int]]) -> None:
+        """Each is (row bytes, size in bytes)."""
+        self._logs = [(math.log2(row), math.log2(size)) for row, size in points]
+        self._found: tuple[Shape | None, list[tuple[float, int]]] = None, []  # the latest answer
+
+    def near(self, shape: Shape) -> list[tuple[float, int]]:
+        """(distance, number) of the nearest ones, and of all that are as near as the last of those."""
+        asked, near = self._found
+        if asked is not shape:
+            row, size = math.log2(max(shape.row_bytes, 1)), math.log2(shape.size_bytes)
+            every = [(r - row) * (r - row) + (s - size) * (s - size) for r, s in self._logs]
+            most = sorted(every)[:_NEAREST][-1]
+            near = [(distance, n) for n, distance in enumerate(every) if distance <= most]
+            self._found = shape, near
+        return near
+
+
+_places = functools.lru_cache(maxsize=64)(_Places)
 
 
 class Samples:
@@ -58,15 +84,14 @@ class Samples:
         self.points = [(int(row), int(size), float(time_us)) for row, size, time_us in points]
         if not self.points or min(min(point) for point in self.points) <= 0:
             raise ValueError("a path needs measured times, of rows and requests that have bytes")
-        # Plain numbers: there are a few dozen, and arrays would cost more than the search.
-        self._known = [(math.log2(r), math.log2(s), math.log(t / s)) for r, s, t in self.points]
+        self._places = _places(tuple((row, size) for row, size, _ in self.points))
+        self._per_byte = [math.log(time_us / size) for _, size, time_us in self.points]
 
     def time_us(self, shape: Shape) -> float:
         """What the nearest of them make likely; exact at one of them, and nothing takes no time."""
         if not shape.size_bytes:
             return 0.0
-        row, size = math.log2(max(shape.row_bytes, 1)), math.log2(shape.size_bytes)
-        near = sorted([((r - row) ** 2 + (s - size) ** 2, per_byte) for r, s, per_byte in self._known])[:_NEAREST]
+        near = sorted([(distance, self._per_byte[n]) for distance, n in self._places.near(shape)])[:_NEAREST]
         weights = [1 / (distance + _CLOSE) for distance, _ in near]
         mean = sum(w * per_byte for w, (_, per_byte) in zip(weights, near, strict=True)) / sum(weights)
         return math.exp(mean) * shape.size_bytes
@@ -94,13 +119,18 @@ class Costs:
     device: str = ""  #: the GPU's name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Choice:
     """A path, and why."""
 
     path: Path
     entries_per_call: int  #: of a batch
-    reason: str
+    why: Callable[[], str]  #: gives the reason: copies need not wait until it is put into words
+
+    @functools.cached_property
+    def reason(self) -> str:
+        """Whose figures decided, and the figures."""
+        return self.why()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,12 +140,12 @@ class Estimate:
     size_bytes: int
     times_us: Mapping[Path, float]  #: of the paths that can run here, at least one
     entries_per_call: int  #: of a batch
-    reason: str  #: whose figures these are, and the figures
+    why: Callable[[], str]  #: as of `Choice`
 
     def choice(self) -> Choice:
         """The path of the least time."""
-        best = min(self.times_us, key=lambda path: self.times_us[path])
-        return Choice(path=best, entries_per_call=self.entries_per_call, reason=self.reason)
+        best = min(self.times_us, key=self.times_us.__getitem__)
+        return Choice(path=best, entries_per_call=self.entries_per_call, why=self.why)
 
 
 def estimate(
@@ -127,7 +157,7 @@ def estimate(
         beside: does computation run at the same time? Where nothing was measured so, the other figures serve.
         paths: those that can run here.
     """
-    times, reason = {Path.DMA_2D: 0.0}, "no other path was measured"
+    times, why = {Path.DMA_2D: 0.0}, _nothing_else
     for state in (beside, not beside):  # what was measured in the other state is better than nothing
         found = {
             path: costs.samples[direction, state, path].time_us(shape)
@@ -135,10 +165,18 @@ def estimate(
             if path in paths and (direction, state, path) in costs.samples
         }
         if found:
-            where = "beside computation" if state else "on an idle GPU"
-            times, reason = found, f"estimated {where}: {shown(found)} ({costs.source})"
+            times, why = found, functools.partial(_estimated, state, found, costs.source)
             break
-    return Estimate(size_bytes=shape.size_bytes, times_us=times, entries_per_call=costs.entries_per_call, reason=reason)
+    return Estimate(size_bytes=shape.size_bytes, times_us=times, entries_per_call=costs.entries_per_call, why=why)
+
+
+def _nothing_else() -> str:
+    return "no other path was measured"
+
+
+def _estimated(beside: bool, times_us: Mapping[Path, float], source: str) -> str:
+    where = "beside computation" if beside else "on an idle GPU"
+    return f"estimated {where}: {shown(times_us)} ({source})"
 
 
 def shown(times_us: Mapping[Path, float]) -> str:
