@@ -25,6 +25,7 @@ from dovetail.ops.gpu.dma import (
     DmaGemm,
     Flags,
     GemmShape,
+    Head,
     SlicedRun,
     embedding_exchange,
     gemm_exchange,
@@ -623,45 +624,47 @@ def test_a_product_is_held_against_what_was_planned(device: Device, heaps: dict[
 
 
 @pytest.mark.parametrize(
-    ("row_tiles", "columns", "programs", "chosen", "wanted"),
+    ("row_tiles", "columns", "programs", "halves", "quarters"),
     [
-        (20, 16, 132, 4, 4),  # 2.5 waves instead of 3
-        (21, 16, 132, 0, 8),  # half a wave is not enough, a whole one is as good as no head
-        (132, 32, 132, 0, 2),  # 32 full waves
-        (66, 32, 132, 0, 2),
+        (20, 16, 132, 4, 4),  # 2.5 waves instead of 3, by either
+        (21, 16, 132, 8, 6),  # 3 waves by halves, 2.75 by quarters
+        (132, 32, 132, 2, 1),  # 32 full waves
         (5, 4, 40, 5, 5),  # all of it at once
-        (1, 132, 132, 0, 1),
+        (1, 132, 132, 1, 1),
         (1, 133, 132, 0, 0),
         (0, 16, 132, 0, 0),
     ],
 )  # fmt: skip
-def test_how_large_a_head_is(row_tiles: int, columns: int, programs: int, chosen: int, wanted: int) -> None:
+def test_how_large_a_head_is(row_tiles: int, columns: int, programs: int, halves: int, quarters: int) -> None:
     given = row_tiles, columns, programs
-    assert (head_tiles(*given), head_tiles(*given, True), head_tiles(*given, False)) == (chosen, wanted, 0)
+    assert (head_tiles(*given), head_tiles(*given, parts=4)) == (halves, quarters)
 
 
-def test_a_head_is_never_slower_by_itself() -> None:
-    """By count: fewer waves than without, and all programs at once; a wanted one is the best of a wave."""
+def test_a_head_makes_the_fewest_waves_that_one_of_a_wave_can() -> None:
     for num, columns, programs in ((n, c, p) for n in range(1, 40) for c in (1, 3, 16, 64) for p in (8, 132)):
-        head = head_tiles(num, columns, programs)
-        assert 2 * head * columns <= programs
-        best = min([waves(num, columns, programs, h) for h in range(num + 1) if 2 * h * columns <= programs])
-        assert waves(num, columns, programs, head) == best
-        wanted = head_tiles(num, columns, programs, True)
-        assert wanted * columns <= programs
-        assert bool(wanted) == (columns <= programs)
+        for parts in (2, 3, 4):
+            head = head_tiles(num, columns, programs, parts)
+            fit = [h for h in range(1, num + 1) if h * columns <= programs]
+            assert head in (fit or [0])
+            found = [waves(num, columns, programs, h, parts) for h in fit]
+            assert not fit or waves(num, columns, programs, head, parts) == min(found)
 
 
-def test_a_short_product_has_no_head(device: Device, heaps: dict[str, Heap]) -> None:
-    shape = GemmShape(height=2, width=4, depth=16)
-    for k, has_head in ((127, False), (128, True)):
-        exchange = gemm_exchange((10, k), (4, k), torch.float32, (4, 6), (4, 5))
-        given = device, buffers_of(exchange, heaps), (10, k), (4, k), torch.float32
-        made = DmaGemm(*given, slice_rows=3, shape=shape, head=True)
-        assert bool(made.head) == has_head
-        made.close()
-        made = DmaGemm(*given, slice_rows=3, shape=shape, head=False)
-        assert not made.head
+def test_which_products_have_a_head(device: Device, heaps: dict[str, Heap]) -> None:
+    shape, whole = GemmShape(height=2, width=4, depth=16), Head(parts=4, is_whole=True)
+    for k, n, head, expected in (
+        (127, 4, Head(), 0),  # halves of K would be too short
+        (128, 4, Head(), 4),
+        (128, 4, whole, 0),
+        (256, 4, whole, 7),
+        (256, 40000, whole, 0),  # it would take much memory
+        (256, 4, None, 0),
+    ):
+        exchange = gemm_exchange((10, k), (n, k), torch.float32, (4, 6), (4, 5))
+        made = DmaGemm(
+            device, buffers_of(exchange, heaps), (10, k), (n, k), torch.float32, slice_rows=3, shape=shape, head=head
+        )  # fmt: skip
+        assert made.head == expected, (k, n, head)
         made.close()
 
 

@@ -30,6 +30,7 @@ from dovetail.ops.gpu.dma import (
     DmaEmbedding,
     DmaGemm,
     GemmShape,
+    Head,
     PoolShape,
     embedding_exchange,
     gemm_exchange,
@@ -44,14 +45,19 @@ _POISON = 0xFF  # NaN in every float that is written with it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmTile(GemmShape):
-    """A cut of a product, with a head or without; how large it is follows from the shape."""
+    """A cut of a product, with a head or without."""
 
-    head: bool = False
+    head: Head | None = None
 
 
+_PAIRS, _SQUARE, _NARROW = {"group": 2}, {"group": 4}, {"width": 128, "group": 4, "stages": 4}
 GEMM_TILES = tuple(
     GemmTile(**cut, head=head)
-    for cut in ({}, {"group": 4}, {"width": 128, "group": 4, "stages": 4}) for head in (False, True)
+    for cuts, heads in (
+        (({}, _SQUARE, _NARROW), (None, Head())),
+        ((_PAIRS, _SQUARE), [Head(parts=parts, is_whole=True) for parts in (2, 3, 4, 5)]),
+    )
+    for cut in cuts for head in heads
 )  # fmt: skip
 #: Fewer programs leave more of the memory to copies; those that a multiprocessor can't hold are not launched.
 POOL_TILES = tuple(PoolShape(programs=number) for number in (8, 7, 6, 5))
@@ -135,9 +141,9 @@ class Work(ABC):
 
     @staticmethod
     def tile_name(tile: Any, made: Any = None) -> str:
-        """As a row names it: ``128x256g8+4`` has a head of four row tiles, which the operator `made` with it tells."""
+        """As a row names it: ``128x256g8+4/2`` has a head of four row tiles in two parts, which `made` tells."""
         if isinstance(tile, GemmShape):
-            head = f"+{made.head}" if made is not None and made.head else ""
+            head = f"+{made.head}/{made.parts}" if made is not None and made.head else ""
             programs = f"p{tile.programs}" if tile.programs > 1 else ""
             return f"{tile.height}x{tile.width}g{tile.group}{programs}{head}"
         return f"{tile.bags}x{tile.depth}w{tile.warps}p{tile.programs}"

@@ -212,53 +212,62 @@ def gemm_exchange(
     return Exchange(send=tuple(send), receive=tuple(receive), row_bytes=(width,) * len(send))
 
 
-#: Steps of a tile's depth that each half of K has at least: two programs to a tile must be worth the sum.
-_HALF_STEPS = 4
+#: Steps of a tile's depth that each part of K has at least: several programs to a tile must be worth the sum.
+_PART_STEPS = 4
+#: Waves of tiles up to which a whole product is computed in parts: it takes memory for each of them, in fp32.
+_MOST_WAVES = 4
 
 
-def waves(num_tiles: int, columns: int, programs: int, head: int = 0) -> float:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """The first row tiles of a product, which are to be finished early: several programs to a tile, a part of K each.
+
+    How many row tiles it has follows from the product (`head_tiles`), or it is the whole of it.
+    """
+
+    parts: int = 2
+    is_whole: bool = False
+
+
+def waves(num_tiles: int, columns: int, programs: int, head: int = 0, parts: int = 2) -> float:
     """How often a tile's time a product takes: `num_tiles` row tiles of so many columns on so many programs.
 
-    The first `head` row tiles are computed by two programs to a tile, in half the time.
+    The first `head` row tiles are computed by `parts` programs to a tile, in that part of the time.
 
-    >>> waves(20, 16, 132), waves(20, 16, 132, head=4)
-    (3.0, 2.5)
+    >>> waves(20, 16, 132), waves(20, 16, 132, head=4), waves(20, 16, 132, head=20, parts=4)
+    (3.0, 2.5, 2.5)
     """
-    return -(-2 * head * columns // programs) / 2 + -(-(num_tiles - head) * columns // programs)
+    return -(-parts * head * columns // programs) / parts + -(-(num_tiles - head) * columns // programs)
 
 
-def head_tiles(num_tiles: int, columns: int, programs: int, wanted: bool | None = None) -> int:
-    """How many row tiles the head has: as many as make the fewest waves, the most of those; 0 if there is none.
+def head_tiles(num_tiles: int, columns: int, programs: int, parts: int = 2) -> int:
+    """How many row tiles a head has: as many as make the fewest waves, the most of those, in a wave at most.
 
-    By default there is a head if it makes fewer waves and all of its programs fit at once. If one is `wanted`, it is
-    the best there is, even if nothing is gained but an early start; then it may take up to a whole wave.
-
-    >>> head_tiles(20, 16, 132), head_tiles(132, 32, 132), head_tiles(132, 32, 132, wanted=True)
-    (4, 0, 2)
+    >>> head_tiles(20, 16, 132), head_tiles(132, 32, 132), head_tiles(20, 16, 132, parts=4)
+    (4, 2, 4)
     """
-    most = min(num_tiles, (2 if wanted else 1) * programs // (2 * max(columns, 1)))
-    if wanted is False or most < 1:
+    most = min(num_tiles, programs // max(columns, 1))
+    if most < 1:
         return 0
-    found, head = min((waves(num_tiles, columns, programs, head), -head) for head in range(1, most + 1))
-    return -head if wanted or found < waves(num_tiles, columns, programs) else 0
+    return -min((waves(num_tiles, columns, programs, head, parts), -head) for head in range(1, most + 1))[1]
 
 
 class DmaGemm:
     """y = x @ w.T on the GPU, rows sent to peers in host memory slice by slice. An owner: `close()`.
 
     Nothing can be sent before the first tiles are finished, and a last wave that is not full leaves programs idle.
-    A head helps with both: the first row tiles by two programs to a tile, which takes half a wave.
+    A head helps with both.
     """
 
     def __init__(
         self, device: Device, buffers: Buffers, x_shape: Sequence[int], w_shape: Sequence[int], dtype: torch.dtype, *,
         slice_rows: int | None = None, order: Order | str = Order.REMOTE, pace: Pace | str = Pace.STEP,
-        shape: GemmShape | None = None, head: bool | None = None, timeout_s: float | None = None, lanes: int = LANES,
+        shape: GemmShape | None = None, head: Head | None = None, timeout_s: float | None = None, lanes: int = LANES,
         words_on_device: bool = WORDS_ON_DEVICE,
     ) -> None:  # fmt: skip
         """`buffers` of `gemm_exchange`; `slice_rows`: rows that one flag stands for, whole tiles are best.
 
-        `head`: see `head_tiles`; there is none if K is too short to be halved.
+        `head`: none by default, nor if K is too short for its parts or there are too many tiles for a whole one.
         """
         import torch
 
@@ -271,12 +280,18 @@ class DmaGemm:
         self.y = buffers.y[GPU][: exchange.y_bytes(GPU)].view(dtype).view(self.M, self.N)
         self._tables = _Tables(self.tiles, self.y.device)
         self._programs = device.driver.num_multiprocessors(device.index) * self.shape.programs
-        columns, is_deep = -(-self.N // self.shape.width), 2 * _HALF_STEPS * self.shape.depth <= self.K
-        #: Row tiles of the head.
-        self.head = head_tiles(len(self.tiles.tiles), columns, self._programs, head if is_deep else False)
+        columns, num_tiles = -(-self.N // self.shape.width), len(self.tiles.tiles)
+        #: Row tiles of the head, and programs to each of their tiles.
+        self.head, self.parts = 0, 1
+        if head and head.parts * _PART_STEPS * self.shape.depth <= self.K:
+            self.parts = head.parts
+            if not head.is_whole:
+                self.head = head_tiles(num_tiles, columns, self._programs, head.parts)
+            elif num_tiles * columns <= _MOST_WAVES * self._programs:
+                self.head = num_tiles
         self._rest = self._tables.tiles[self.head :].clone()
-        sums = (self.head * columns, 2, height, self.shape.width)
-        self._halves = torch.empty(sums, dtype=torch.float32, device=self.y.device)
+        sums = (self.head * columns, self.parts, height, self.shape.width)
+        self._sums = torch.empty(sums, dtype=torch.float32, device=self.y.device)
         self._arrivals = torch.zeros(self.head * columns, dtype=torch.int64, device=self.y.device)
         self._operands: tuple[torch.Tensor, torch.Tensor] | None = None
         plan = exchange.sliced(self.tiles, pace=pace, lanes=lanes)
@@ -308,7 +323,7 @@ class DmaGemm:
         self._launch(flags.addresses, flags.value)
 
     def _launch(self, flags: torch.Tensor, value: int) -> None:
-        from dovetail.ops.kernels.gemm import gemm_head_kernel, gemm_slices_kernel
+        from dovetail.ops.kernels.gemm import gemm_parts_kernel, gemm_slices_kernel
 
         assert self._operands is not None
         (x, w), s, t = self._operands, self.shape, self._tables
@@ -318,9 +333,9 @@ class DmaGemm:
             "SOFT": not x.is_cuda, "num_warps": s.warps, "num_stages": s.stages,
         }  # fmt: skip
         if self.head:
-            gemm_head_kernel[(2 * len(self._arrivals),)](
-                x, w, self.y, t.tiles, t.slice_tiles, t.counters, flags, self._halves, self._arrivals, value,
-                self.head, self.N, self.K, **how,
+            gemm_parts_kernel[(self.parts * len(self._arrivals),)](
+                x, w, self.y, t.tiles, t.slice_tiles, t.counters, flags, self._sums, self._arrivals, value,
+                self.head, self.N, self.K, PARTS=self.parts, **how,
             )  # fmt: skip
         if len(self._rest):
             gemm_slices_kernel[(self._programs,)](
