@@ -11,7 +11,6 @@ there when the GPU's n-th one is), others have everything ready at the start.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -21,11 +20,10 @@ from dovetail.errors import DovetailError, NotSupported
 from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.local import LocalRunner
 from dovetail.hw.gpu.ticket import GpuTicket
-from dovetail.hw.gpu.words import VALUE_BITS
 from dovetail.ops.gpu.exchange import GPU, Buffers, Exchange, Layout, Pace, slice_rows_of
 from dovetail.ops.gpu.place import Placing
 from dovetail.ops.gpu.tiles import Order, RowTiles, row_tiles
-from dovetail.plan.plan import Plan, SignalKind
+from dovetail.plan.plan import Plan
 
 if TYPE_CHECKING:
     import torch
@@ -80,21 +78,19 @@ class SlicedRun:
         import torch
 
         device.enter()
-        self._device, self._driver = device, device.driver
-        self._runner = _Runner(
+        self._device = device
+        self._runner = LocalRunner(
             device, plan, host_ranks=host_ranks, timeout_s=timeout_s, most_streams=2 * lanes,
             words_on_device=words_on_device,
         )  # fmt: skip
         try:
-            self._runner.hold(buffers)
+            self._run = self._runner.bind(buffers)
         except BaseException:
             self._runner.close()
             raise
-        self._before = self._driver.event_create()
-        self._last: GpuTicket | None = None
         self._error: BaseException | None = None
         where = f"cuda:{device.index}" if torch.cuda.is_available() else "cpu"
-        self._words = self._runner.flags()
+        self._words = self._runner.imported()
         self._addresses = torch.tensor(self._words, dtype=torch.int64).to(where)
 
     @property
@@ -111,44 +107,28 @@ class SlicedRun:
             NotSupported: the stream is capturing a graph.
             DovetailError: an earlier run could not be issued as a whole: close this and make another.
         """
-        device, driver = self._device, self._driver
-        device.enter()
+        self._device.enter()
         if self._error is not None:
             raise DovetailError(f"an earlier run was not issued as a whole: {self._error!r}") from self._error
-        if driver.stream_capturing(stream):
+        if self._device.driver.stream_capturing(stream):
             raise NotSupported("the stream is capturing a graph: copies behind flags would be lost. Run it outside")
-        run = self._runner.next_run()
-        if self._last is not None and not self._last.is_over():
-            driver.stream_wait_event(stream, self._last.event)  # its copies still read what the computation writes
-        driver.event_record(self._before, stream)
-        # First the computation, then what waits for it: streams may share a queue of the hardware, and a kernel
-        # behind a wait that only this kernel opens would never run.
-        base = run << VALUE_BITS
-        try:
+        is_launched = False
+
+        def launch(base: int) -> None:
+            nonlocal is_launched
             compute.launch(Flags(self._addresses, self._words, base, base + 1), stream)
-            ticket = self._runner.start(run, self._before)
-            self._last = ticket
-            driver.stream_wait_event(stream, ticket.event)
+            is_launched = True
+
+        try:
+            return self._run.submit(after=stream, launch=launch)
         except BaseException as error:
-            self._broken(error)
+            if is_launched:  # in part, it may still read and write the buffers: there is no other run after it
+                self._error = error
             raise
-        return ticket
-
-    def _broken(self, error: BaseException) -> None:
-        """Nothing of a failed launch is awaited: copies are issued after it, and what was issued has been opened.
-
-        A failed launch burns its run number, since it may have raised flags; a run that was issued in part may still
-        read and write the buffers, so there is no other after it.
-        """
-        if self._runner.issued:
-            self._error = error
 
     def close(self) -> None:
         """Waits for the last run. Safe to call twice."""
         self._runner.close()
-        if self._before:
-            self._driver.event_destroy(self._before)
-        self._before = 0
 
     def __enter__(self) -> SlicedRun:
         return self
@@ -157,35 +137,6 @@ class SlicedRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class _Runner(LocalRunner):
-    """Numbers its runs before they start: the computation must know the values of its flags."""
-
-    issued = False  #: the run of the last number was begun
-
-    def flags(self) -> list[int]:
-        """Addresses of the imported signals, in their order."""
-        signals = self.program.plan.signals
-        return [self._execution.words.address(n) for n, s in enumerate(signals) if s.kind is SignalKind.IMPORTED]
-
-    def hold(self, buffers: Mapping[tuple[int, str], Any]) -> None:
-        """Binds the buffers, so that wrong ones are refused before anything is launched."""
-        self._held = dict(buffers)
-        self._where = functools.partial(self._places, self._held)
-        self._execution.prepare(_ONE, self._where)
-
-    def next_run(self) -> int:
-        """A number that no run has had."""
-        self._execution.runs += 1
-        self.issued = False
-        return self._execution.runs
-
-    def start(self, run: int, after_event: int) -> GpuTicket:
-        """Issues a run that begins behind an event and that no stream waits for."""
-        prepared = self._execution.prepare(_ONE, self._where)
-        self.issued = True
-        return self._execution.start(prepared, run=run, after_event=after_event, hold=self._held)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
