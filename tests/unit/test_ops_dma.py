@@ -19,23 +19,13 @@ from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.driver import WAIT, WORD, WRITE
 from dovetail.hw.gpu.heap import Heap
 from dovetail.hw.gpu.words import VALUE_BITS
+from dovetail.ops.gpu import launch
 from dovetail.ops.gpu.decomposed import Chunked, How, Unfused
-from dovetail.ops.gpu.dma import (
-    DmaEmbedding,
-    DmaGemm,
-    Flags,
-    GemmShape,
-    Head,
-    SlicedRun,
-    embedding_exchange,
-    gemm_exchange,
-    head_tiles,
-    resident,
-    waves,
-)
+from dovetail.ops.gpu.dma import DmaEmbedding, DmaGemm, Flags, SlicedRun, embedding_exchange, gemm_exchange
 from dovetail.ops.gpu.exchange import Buffers, Exchange, Layout, Pace, slice_rows_of
+from dovetail.ops.gpu.launch import Head, head_tiles, resident, waves
 from dovetail.ops.gpu.place import Placing, _item, side_by_side
-from dovetail.ops.gpu.tiles import RowTiles, row_tiles
+from dovetail.ops.gpu.tiles import Blocks, RowTiles, row_tiles
 from dovetail.plan import Op, Plan, SignalKind, passes
 from dovetail.plan.check import check
 
@@ -452,7 +442,9 @@ class Bags:
         self.offsets = torch.zeros(tables * sum(exchange.send) + 1, dtype=torch.int64)
         weights = [torch.zeros(1, 1) for _ in range(tables)]
         self.made = DmaEmbedding(device, self.buffers, weights, slice_rows=2, timeout_s=20, **how)
-        monkeypatch.setattr(self.made, "_launch", self.kernel)
+        monkeypatch.setattr(
+            launch.BagLaunch, "__call__", lambda _, values, offsets, y, flags, value: self.kernel(flags, value)
+        )
 
     def kernel(self, flags: torch.Tensor, value: int) -> None:
         y, driver = self.buffers.y[0], self.device.driver
@@ -651,7 +643,8 @@ def test_a_head_makes_the_fewest_waves_that_one_of_a_wave_can() -> None:
 
 
 def test_which_products_have_a_head(device: Device, heaps: dict[str, Heap]) -> None:
-    shape, whole = GemmShape(height=2, width=4, depth=16), Head(parts=4, is_whole=True)
+    whole = Head(parts=4, is_whole=True)
+    blocks = Blocks(height=2, width=4, depth=16, warps=4, stages=1)
     for k, n, head, expected in (
         (127, 4, Head(), 0),  # halves of K would be too short
         (128, 4, Head(), 4),
@@ -662,9 +655,9 @@ def test_which_products_have_a_head(device: Device, heaps: dict[str, Heap]) -> N
     ):
         exchange = gemm_exchange((10, k), (n, k), torch.float32, (4, 6), (4, 5))
         made = DmaGemm(
-            device, buffers_of(exchange, heaps), (10, k), (n, k), torch.float32, slice_rows=3, shape=shape, head=head
+            device, buffers_of(exchange, heaps), (10, k), (n, k), torch.float32, slice_rows=3, blocks=blocks, head=head
         )  # fmt: skip
-        assert made.head == expected, (k, n, head)
+        assert made.kernel.head == expected, (k, n, head)
         made.close()
 
 
@@ -679,11 +672,11 @@ def test_bags_are_held_against_what_was_planned(device: Device, heaps: dict[str,
     assert made.y.shape == (11, 2, 4)
     with pytest.raises(ValueError, match="22 offsets for 2 tables and 11 bags of each: one for each bag"):
         made.start(torch.zeros(3, dtype=torch.int64), torch.zeros(22, dtype=torch.int64), 0)
-    made.check()
-    made._error.fill_(3)
+    made.kernel.check()
+    made.kernel._error.fill_(3)
     with pytest.raises(IndexError, match=r"values\[2\] names a row"):
-        made.check()
-    made.check()
+        made.kernel.check()
+    made.kernel.check()
     made.close()
     for wrong, message in (
         ({"mode": "max"}, "mode 'max'"), ({"weights": weights[:1]}, "1 tables of dim 4"),
