@@ -161,7 +161,7 @@ def host(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[Host]:
     monkeypatch.setenv("DOVETAIL_CHECK", "1")
     monkeypatch.setattr(gpu, "_PILOT", 1)
     monkeypatch.setattr(gpu, "_MOST_SIZE", 64)
-    small = work.GemmTile(height=16, width=16, depth=16)
+    small = work.GemmTile(height=16, width=16, depth=16, warps=4, stages=1)
     for where in (gpu, work):
         monkeypatch.setattr(where, "GEMM_TILES", (small,))
     monkeypatch.setattr(work.GemmWork, "tiles", (small,))

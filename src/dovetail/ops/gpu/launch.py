@@ -100,16 +100,23 @@ class GemmLaunch:
             "EVEN_N": self.N % b.width == 0, "EVEN_K": self.K % b.depth == 0, "PRECISION": "ieee",
             "SOFT": not x.is_cuda, "num_warps": b.warps, "num_stages": b.stages,
         }  # fmt: skip
-        if self.head:
-            gemm_parts_kernel[(self.parts * len(self._arrivals),)](
-                x, w, y, t.tiles, t.slice_tiles, t.counters, flags, self._sums, self._arrivals, value,
-                self.head, self.N, self.K, PARTS=self.parts, **how,
-            )  # fmt: skip
-        if len(self._rest) and self.N:
-            gemm_slices_kernel[(self._programs,)](
-                x, w, y, self._rest, t.slice_tiles, t.counters, flags, value, len(self._rest), self.N, self.K,
-                PROGRAMS=self._programs, **how,
-            )  # fmt: skip
+        if not self.N:
+            return
+        try:
+            if self.head:
+                gemm_parts_kernel[(self.parts * len(self._arrivals),)](
+                    x, w, y, t.tiles, t.slice_tiles, t.counters, flags, self._sums, self._arrivals, value,
+                    self.head, self.N, self.K, PARTS=self.parts, **how,
+                )  # fmt: skip
+            if len(self._rest):
+                gemm_slices_kernel[(self._programs,)](
+                    x, w, y, self._rest, t.slice_tiles, t.counters, flags, value, len(self._rest), self.N, self.K,
+                    PROGRAMS=self._programs, **how,
+                )  # fmt: skip
+        except BaseException:
+            t.counters.zero_()  # behind a head that counted tiles of slices which nobody completes now
+            self._arrivals.zero_()
+            raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,8 +134,9 @@ class BagLaunch:
 
     def __init__(
         self, tiles: RowTiles, weights: Sequence[torch.Tensor], batch: int, multiprocessors: int, where: torch.device,
-        *, mode: str, shape: PoolShape,
+        *, mode: str, shape: PoolShape, error: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
+        """`error`: one int64 that the device reaches, set to 1 + the place of a value that names no row."""
         import torch
 
         self.T, self.D, self.B, self.shape = len(weights), weights[0].shape[1], batch, shape
@@ -136,7 +144,7 @@ class BagLaunch:
         self._tables = _Tables(tiles, where)
         self._addresses = torch.tensor([w.data_ptr() for w in weights], dtype=torch.int64, device=where)
         self._num_rows = torch.tensor([len(w) for w in weights], dtype=torch.int64, device=where)
-        self._error = torch.zeros(1, dtype=torch.int64, device=where)
+        self._error = torch.zeros(1, dtype=torch.int64, device=where) if error is None else error
         self._cores, self._programs = multiprocessors, 0  # how many fit is not known before the kernel was compiled
 
     @property
