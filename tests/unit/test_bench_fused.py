@@ -20,8 +20,8 @@ from dovetail.bench.fused.spec import Op, Shape, Spec, Split, full, grid, quick
 from dovetail.bench.gpu.session import Session
 from dovetail.errors import HardwareError
 from dovetail.measure import record
-from dovetail.ops.gpu import dma
-from dovetail.ops.gpu.dma import DmaEmbedding, DmaGemm, PoolShape
+from dovetail.ops.gpu import launch
+from dovetail.ops.gpu.launch import BagLaunch, GemmLaunch, Head, PoolShape
 
 # --- shapes ----------------------------------------------------------------------------------------------------------
 
@@ -123,14 +123,10 @@ class Host:
         self.threads: list[threading.Thread] = []
         host = self
 
-        def gemm(self: DmaGemm, flags: torch.Tensor, value: int) -> None:
-            assert self._operands is not None
-            x, w = self._operands
-            host.run(lambda: torch.mm(x, w.t(), out=self.y), self.y, flags, value)
+        def gemm(self: GemmLaunch, x: Any, w: Any, y: Any, flags: Any = None, value: int = 0) -> None:
+            host.run(lambda: torch.mm(x, w.t(), out=y), y, self._tables.no_flags if flags is None else flags, value)
 
-        def bags(self: DmaEmbedding, flags: torch.Tensor, value: int) -> None:
-            assert self._bags is not None
-            values, offsets = self._bags
+        def bags(self: BagLaunch, values: Any, offsets: Any, y: Any, flags: Any = None, value: int = 0) -> None:
             first = torch.repeat_interleave(torch.arange(self.T) * len(self._weights[0]), len(values) // self.T)
             tables = torch.cat(self._weights)
 
@@ -138,12 +134,12 @@ class Host:
                 pooled = torch.nn.functional.embedding_bag(
                     values + first, tables, offsets, mode="sum", include_last_offset=True
                 )
-                self.y.copy_(pooled.view(self.T, self.B, self.D).permute(1, 0, 2))
+                y.copy_(pooled.view(self.T, self.B, self.D).permute(1, 0, 2))
 
-            host.run(pool, self.y, flags, value)
+            host.run(pool, y, self._tables.no_flags if flags is None else flags, value)
 
-        monkeypatch.setattr(DmaGemm, "_launch", gemm)
-        monkeypatch.setattr(DmaEmbedding, "_launch", bags)
+        monkeypatch.setattr(GemmLaunch, "__call__", gemm)
+        monkeypatch.setattr(BagLaunch, "__call__", bags)
 
     def run(self, compute: Any, y: torch.Tensor, flags: torch.Tensor, value: int) -> None:
         if self.fault == "early" and value:
@@ -165,7 +161,7 @@ def host(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[Host]:
     monkeypatch.setenv("DOVETAIL_CHECK", "1")
     monkeypatch.setattr(gpu, "_PILOT", 1)
     monkeypatch.setattr(gpu, "_MOST_SIZE", 64)
-    small = work.GemmTile(height=16, width=16, depth=16)
+    small = work.GemmTile(height=16, width=16, depth=16, warps=4, stages=1)
     for where in (gpu, work):
         monkeypatch.setattr(where, "GEMM_TILES", (small,))
     monkeypatch.setattr(work.GemmWork, "tiles", (small,))
@@ -213,7 +209,7 @@ def test_tiles_are_picked_for_each_form(host: Host, monkeypatch: Any) -> None:
     spec = replace(small(Shape(op=Op.EMBEDDING, ratio=1, size_bytes=6 << 10)), products=())
     times = {"ours 2x4w4p8": 5.0, "ours 4x4w4p8": 9.0}
     monkeypatch.setattr(gpu._Site, "_quick_us", lambda self, c, number=1: times.get(c.name, 5.0 + ("2x4" in c.name)))
-    monkeypatch.setattr(DmaEmbedding, "programs", property(lambda self: 7))
+    monkeypatch.setattr(BagLaunch, "programs", property(lambda self: 7))
     with Session("cuda") as session:
         names = [c.name for c in gpu.measure(session, spec).rows[0].cells]
     assert "ours 2x4w4p7" in names
@@ -229,9 +225,9 @@ def test_large_slices_only() -> None:
 
 def test_a_head_is_compared_and_named(host: Host, monkeypatch: Any) -> None:
     """With and without, for the computation and the fused form; a tile whose head is empty is not tried again."""
-    cut = {"height": 16, "width": 16, "depth": 2}
-    tiles = tuple(work.GemmTile(**cut, head=head) for head in (False, True))
-    none = work.GemmTile(**cut | {"depth": 16}, head=True)
+    cut = {"height": 16, "width": 16, "depth": 2, "warps": 4, "stages": 1}
+    tiles = tuple(work.GemmTile(**cut, head=head) for head in (None, Head()))
+    none = work.GemmTile(**cut | {"depth": 16}, head=Head())
     monkeypatch.setattr(work.GemmWork, "tiles", (*tiles, none))
     monkeypatch.setattr(gpu, "GEMM_TILES", (*tiles, none))
     tried: list[str] = []
@@ -241,17 +237,17 @@ def test_a_head_is_compared_and_named(host: Host, monkeypatch: Any) -> None:
         return 1.0 if "+" in contender.name else 2.0
 
     monkeypatch.setattr(gpu._Site, "_quick_us", quick)
-    monkeypatch.setattr(dma, "head_tiles", lambda num, columns, programs, wanted: 3 if wanted else 0)
+    monkeypatch.setattr(launch, "head_tiles", lambda num, columns, programs, parts: 3)
     spec = replace(small(Shape(op=Op.GEMM, ratio=1, size_bytes=6 << 10)), products=((32, 16, 16),))
     with Session("cuda") as session:
         found = gpu.measure(session, spec)
     names = [c.name for c in found.rows[0].cells]
-    assert "ours 16x16g8+3" in names
-    assert {c.setting["tile"] for c in found.rows[0].cells if c.kind is Kind.DMA} == {"16x16g8+3"}
-    pilot = [name for name in tried if name.endswith(("g8", "g8+3"))]
-    assert {"ours 16x16g8", "ours 16x16g8+3"} <= set(pilot)
+    assert "ours 16x16g8+3/2" in names
+    assert {c.setting["tile"] for c in found.rows[0].cells if c.kind is Kind.DMA} == {"16x16g8+3/2"}
+    pilot = [name for name in tried if name.endswith(("g8", "g8+3/2"))]
+    assert {"ours 16x16g8", "ours 16x16g8+3/2"} <= set(pilot)
     assert any(name.endswith("slices remote 16x16g8") for name in pilot)
-    assert found.products[0].tile in ("16x16g8", "16x16g8+3")
+    assert found.products[0].tile in ("16x16g8", "16x16g8+3/2")
 
 
 @pytest.mark.parametrize("op", list(Op))

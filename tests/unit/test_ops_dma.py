@@ -19,22 +19,13 @@ from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.driver import WAIT, WORD, WRITE
 from dovetail.hw.gpu.heap import Heap
 from dovetail.hw.gpu.words import VALUE_BITS
+from dovetail.ops.gpu import launch
 from dovetail.ops.gpu.decomposed import Chunked, How, Unfused
-from dovetail.ops.gpu.dma import (
-    DmaEmbedding,
-    DmaGemm,
-    Flags,
-    GemmShape,
-    SlicedRun,
-    embedding_exchange,
-    gemm_exchange,
-    head_tiles,
-    resident,
-    waves,
-)
+from dovetail.ops.gpu.dma import DmaEmbedding, DmaGemm, Flags, SlicedRun, embedding_exchange, gemm_exchange
 from dovetail.ops.gpu.exchange import Buffers, Exchange, Layout, Pace, slice_rows_of
+from dovetail.ops.gpu.launch import Head, head_tiles, resident, waves
 from dovetail.ops.gpu.place import Placing, _item, side_by_side
-from dovetail.ops.gpu.tiles import RowTiles, row_tiles
+from dovetail.ops.gpu.tiles import Blocks, RowTiles, row_tiles
 from dovetail.plan import Op, Plan, SignalKind, passes
 from dovetail.plan.check import check
 
@@ -451,7 +442,9 @@ class Bags:
         self.offsets = torch.zeros(tables * sum(exchange.send) + 1, dtype=torch.int64)
         weights = [torch.zeros(1, 1) for _ in range(tables)]
         self.made = DmaEmbedding(device, self.buffers, weights, slice_rows=2, timeout_s=20, **how)
-        monkeypatch.setattr(self.made, "_launch", self.kernel)
+        monkeypatch.setattr(
+            launch.BagLaunch, "__call__", lambda _, values, offsets, y, flags, value: self.kernel(flags, value)
+        )
 
     def kernel(self, flags: torch.Tensor, value: int) -> None:
         y, driver = self.buffers.y[0], self.device.driver
@@ -623,45 +616,48 @@ def test_a_product_is_held_against_what_was_planned(device: Device, heaps: dict[
 
 
 @pytest.mark.parametrize(
-    ("row_tiles", "columns", "programs", "chosen", "wanted"),
+    ("row_tiles", "columns", "programs", "halves", "quarters"),
     [
-        (20, 16, 132, 4, 4),  # 2.5 waves instead of 3
-        (21, 16, 132, 0, 8),  # half a wave is not enough, a whole one is as good as no head
-        (132, 32, 132, 0, 2),  # 32 full waves
-        (66, 32, 132, 0, 2),
+        (20, 16, 132, 4, 4),  # 2.5 waves instead of 3, by either
+        (21, 16, 132, 8, 6),  # 3 waves by halves, 2.75 by quarters
+        (132, 32, 132, 2, 1),  # 32 full waves
         (5, 4, 40, 5, 5),  # all of it at once
-        (1, 132, 132, 0, 1),
+        (1, 132, 132, 1, 1),
         (1, 133, 132, 0, 0),
         (0, 16, 132, 0, 0),
     ],
 )  # fmt: skip
-def test_how_large_a_head_is(row_tiles: int, columns: int, programs: int, chosen: int, wanted: int) -> None:
+def test_how_large_a_head_is(row_tiles: int, columns: int, programs: int, halves: int, quarters: int) -> None:
     given = row_tiles, columns, programs
-    assert (head_tiles(*given), head_tiles(*given, True), head_tiles(*given, False)) == (chosen, wanted, 0)
+    assert (head_tiles(*given), head_tiles(*given, parts=4)) == (halves, quarters)
 
 
-def test_a_head_is_never_slower_by_itself() -> None:
-    """By count: fewer waves than without, and all programs at once; a wanted one is the best of a wave."""
+def test_a_head_makes_the_fewest_waves_that_one_of_a_wave_can() -> None:
     for num, columns, programs in ((n, c, p) for n in range(1, 40) for c in (1, 3, 16, 64) for p in (8, 132)):
-        head = head_tiles(num, columns, programs)
-        assert 2 * head * columns <= programs
-        best = min([waves(num, columns, programs, h) for h in range(num + 1) if 2 * h * columns <= programs])
-        assert waves(num, columns, programs, head) == best
-        wanted = head_tiles(num, columns, programs, True)
-        assert wanted * columns <= programs
-        assert bool(wanted) == (columns <= programs)
+        for parts in (2, 3, 4):
+            head = head_tiles(num, columns, programs, parts)
+            fit = [h for h in range(1, num + 1) if h * columns <= programs]
+            assert head in (fit or [0])
+            found = [waves(num, columns, programs, h, parts) for h in fit]
+            assert not fit or waves(num, columns, programs, head, parts) == min(found)
 
 
-def test_a_short_product_has_no_head(device: Device, heaps: dict[str, Heap]) -> None:
-    shape = GemmShape(height=2, width=4, depth=16)
-    for k, has_head in ((127, False), (128, True)):
-        exchange = gemm_exchange((10, k), (4, k), torch.float32, (4, 6), (4, 5))
-        given = device, buffers_of(exchange, heaps), (10, k), (4, k), torch.float32
-        made = DmaGemm(*given, slice_rows=3, shape=shape, head=True)
-        assert bool(made.head) == has_head
-        made.close()
-        made = DmaGemm(*given, slice_rows=3, shape=shape, head=False)
-        assert not made.head
+def test_which_products_have_a_head(device: Device, heaps: dict[str, Heap]) -> None:
+    whole = Head(parts=4, is_whole=True)
+    blocks = Blocks(height=2, width=4, depth=16, warps=4, stages=1)
+    for k, n, head, expected in (
+        (127, 4, Head(), 0),  # halves of K would be too short
+        (128, 4, Head(), 4),
+        (128, 4, whole, 0),
+        (256, 4, whole, 7),
+        (256, 40000, whole, 0),  # it would take much memory
+        (256, 4, None, 0),
+    ):
+        exchange = gemm_exchange((10, k), (n, k), torch.float32, (4, 6), (4, 5))
+        made = DmaGemm(
+            device, buffers_of(exchange, heaps), (10, k), (n, k), torch.float32, slice_rows=3, blocks=blocks, head=head
+        )  # fmt: skip
+        assert made.kernel.head == expected, (k, n, head)
         made.close()
 
 
@@ -676,11 +672,11 @@ def test_bags_are_held_against_what_was_planned(device: Device, heaps: dict[str,
     assert made.y.shape == (11, 2, 4)
     with pytest.raises(ValueError, match="22 offsets for 2 tables and 11 bags of each: one for each bag"):
         made.start(torch.zeros(3, dtype=torch.int64), torch.zeros(22, dtype=torch.int64), 0)
-    made.check()
-    made._error.fill_(3)
+    made.kernel.check()
+    made.kernel._error.fill_(3)
     with pytest.raises(IndexError, match=r"values\[2\] names a row"):
-        made.check()
-    made.check()
+        made.kernel.check()
+    made.kernel.check()
     made.close()
     for wrong, message in (
         ({"mode": "max"}, "mode 'max'"), ({"weights": weights[:1]}, "1 tables of dim 4"),

@@ -33,6 +33,13 @@ OPERATORS = (
     calls.AllGatherMatmul.op,
     calls.MatmulReduceScatter.op,
 )
+_ON_GPUS: dict[str, tuple[str, ...]] = {
+    calls.GemmAllToAll.op: (UNFUSED, DECOMPOSED, STORE, DMA),
+    calls.EmbeddingAllToAll.op: (UNFUSED, STORE, DMA),
+    calls.GemvAllReduce.op: (UNFUSED, STORE),
+    calls.AllGatherMatmul.op: (UNFUSED, STORE),
+    calls.MatmulReduceScatter.op: (UNFUSED, DECOMPOSED, STORE, DMA),
+}
 #: What there is, by backend and operator.
 TRANSPORTS: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": {
@@ -42,8 +49,8 @@ TRANSPORTS: dict[str, dict[str, tuple[str, ...]]] = {
         calls.AllGatherMatmul.op: (UNFUSED, DECOMPOSED, STORE),
         calls.MatmulReduceScatter.op: (UNFUSED, DECOMPOSED, STORE, DMA),
     },
-    "cuda": dict.fromkeys(OPERATORS, (UNFUSED, STORE)),
-    "hip": dict.fromkeys(OPERATORS, (UNFUSED, STORE)),
+    "cuda": _ON_GPUS,
+    "hip": _ON_GPUS,
 }
 
 

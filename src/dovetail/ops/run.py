@@ -74,6 +74,8 @@ def backend_of_call(call: calls.Call) -> str:
 
 _GPU: dict[str, Callable[[Any, Any], torch.Tensor]] = {
     choose.STORE: lambda g, c: transport_on_gpu.STORE[type(c)](g, c),
+    choose.DMA: lambda g, c: transport_on_gpu.DMA[type(c)](g, c),
+    choose.DECOMPOSED: lambda g, c: transport_on_gpu.DECOMPOSED[type(c)](g, c),
 }
 _CPU: dict[str, Callable[[Any, Any], torch.Tensor]] = {
     choose.STORE: lambda g, c: store.FORWARD[type(c)](g, c),

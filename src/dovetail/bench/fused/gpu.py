@@ -149,12 +149,12 @@ class _Site:
         with contextlib.ExitStack() as stack:
             made = []
             for tile in GEMM_TILES:
-                each = DmaGemm(self._session.device, buffers, x.shape, w.shape, x.dtype, shape=tile, head=tile.head)
+                each = DmaGemm(self._session.device, buffers, x.shape, w.shape, x.dtype, blocks=tile, head=tile.head)
                 stack.callback(each.close)
                 if Work.is_distinct(tile, each):
                     made.append(each)
             plain = _contender("torch", lambda: torch.mm(x, w.t(), out=out), buffers)
-            ours = [_contender(Work.tile_name(e.shape, e), functools.partial(e.compute, x, w), buffers) for e in made]
+            ours = [_contender(Work.tile_name(e.blocks, e), functools.partial(e.compute, x, w), buffers) for e in made]
             for contender, each in zip(ours, made, strict=True):
                 each.y.fill_(float("nan"))
                 self._run(contender)

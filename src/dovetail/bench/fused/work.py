@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,18 +24,10 @@ from dovetail.bench.fused.rows import Kind
 from dovetail.bench.fused.spec import TILE_ROWS, Op, Shape, Spec
 from dovetail.hw.gpu.device import Device
 from dovetail.ops.gpu.decomposed import Chunked, How, Rows, Unfused, bag_rows, gemm_rows
-from dovetail.ops.gpu.dma import (
-    LANES,
-    WORDS_ON_DEVICE,
-    DmaEmbedding,
-    DmaGemm,
-    GemmShape,
-    PoolShape,
-    embedding_exchange,
-    gemm_exchange,
-)
+from dovetail.ops.gpu.dma import LANES, WORDS_ON_DEVICE, DmaEmbedding, DmaGemm, embedding_exchange, gemm_exchange
 from dovetail.ops.gpu.exchange import GPU, Buffers, Exchange, Layout, slice_rows_of
-from dovetail.ops.gpu.tiles import Order
+from dovetail.ops.gpu.launch import Head, PoolShape
+from dovetail.ops.gpu.tiles import LARGE, Blocks, Order
 
 #: A forgotten flag ends a run soon: a kernel that is over raises no more.
 TIMEOUT_S = 20.0
@@ -43,15 +35,20 @@ _POISON = 0xFF  # NaN in every float that is written with it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GemmTile(GemmShape):
-    """A cut of a product, with a head or without; how large it is follows from the shape."""
+class GemmTile(Blocks):
+    """A cut of a product, with a head or without."""
 
-    head: bool = False
+    head: Head | None = None
 
 
+_PAIRS, _SQUARE, _NARROW = {"group": 2}, {"group": 4}, {"width": 128, "group": 4, "stages": 4}
 GEMM_TILES = tuple(
-    GemmTile(**cut, head=head)
-    for cut in ({}, {"group": 4}, {"width": 128, "group": 4, "stages": 4}) for head in (False, True)
+    GemmTile(**asdict(LARGE) | cut, head=head)
+    for cuts, heads in (
+        (({}, _SQUARE, _NARROW), (None, Head())),
+        ((_PAIRS, _SQUARE), [Head(parts=parts, is_whole=True) for parts in (2, 3, 4, 5)]),
+    )
+    for cut in cuts for head in heads
 )  # fmt: skip
 #: Fewer programs leave more of the memory to copies; those that a multiprocessor can't hold are not launched.
 POOL_TILES = tuple(PoolShape(programs=number) for number in (8, 7, 6, 5))
@@ -135,23 +132,22 @@ class Work(ABC):
 
     @staticmethod
     def tile_name(tile: Any, made: Any = None) -> str:
-        """As a row names it: ``128x256g8+4`` has a head of four row tiles, which the operator `made` with it tells."""
-        if isinstance(tile, GemmShape):
-            head = f"+{made.head}" if made is not None and made.head else ""
-            programs = f"p{tile.programs}" if tile.programs > 1 else ""
-            return f"{tile.height}x{tile.width}g{tile.group}{programs}{head}"
+        """As a row names it: ``128x256g8+4/2`` has a head of four row tiles in two parts, which `made` tells."""
+        if isinstance(tile, Blocks):
+            head = f"+{made.kernel.head}/{made.kernel.parts}" if made is not None and made.kernel.head else ""
+            return f"{tile.height}x{tile.width}g{tile.group}{head}"
         return f"{tile.bags}x{tile.depth}w{tile.warps}p{tile.programs}"
 
     @staticmethod
     def settled(tile: Any, made: Any) -> Any:
         """A tile as it was launched: with programs that fit."""
-        number = getattr(made, "programs", 0)
+        number = getattr(made.kernel, "programs", 0)
         return replace(tile, programs=number) if number else tile
 
     @staticmethod
     def is_distinct(tile: Any, made: Any) -> bool:
         """Whether it differs from the others: a tile with a head is like one without where there can be none."""
-        return not getattr(tile, "head", False) or bool(made.head)
+        return not getattr(tile, "head", None) or bool(made.kernel.head)
 
     # --- forms
 
@@ -358,7 +354,7 @@ class GemmWork(Work):
     def dma(self, num_slices: int, order: Order, tile: GemmTile, buffers: Buffers) -> DmaGemm:
         """See `Work`."""
         return DmaGemm(
-            self.device, buffers, self.x.shape, self.w.shape, self.dtype, order=order, shape=tile, head=tile.head,
+            self.device, buffers, self.x.shape, self.w.shape, self.dtype, order=order, blocks=tile, head=tile.head,
             slice_rows=self.slice_rows(num_slices), timeout_s=TIMEOUT_S,
         )  # fmt: skip
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from dovetail import env
 from dovetail.errors import DovetailError, HardwareError, MismatchError, NotSupported
 from dovetail.hw.gpu.bind import Place
-from dovetail.hw.gpu.execution import Execution, Where
+from dovetail.hw.gpu.execution import Execution, Launch, Where
 from dovetail.hw.gpu.group import NUM_WORDS, Describe, GpuGroup, Post
 from dovetail.hw.gpu.program import compile_plan
 from dovetail.hw.gpu.ticket import GpuTicket
@@ -111,6 +111,12 @@ class GpuCall:
             self._ready[choice, gated] = _Ready(program.plan, layout, execution)
         return self._ready[choice, gated]
 
+    def words(self, names: Sequence[str]) -> list[int]:
+        """Where the GPU finds the words of signals of a plan that has but one form."""
+        ready = self._prepared(DIRECT, gated=False)
+        numbers = {s.name: n for n, s in enumerate(ready.plan.signals)}
+        return [ready.execution.words.address(numbers[name]) for name in names]
+
     def close(self) -> None:
         """Waits for its last run, bounded by that one's deadline, and gives events back."""
         with self.group.lock:
@@ -128,12 +134,13 @@ class GpuCall:
         after_event: int | None = None,
         gated: bool = False,
         hold: tuple[Any, ...] = (),
+        launch: Launch | None = None,
     ) -> tuple[GpuTicket, int]:
         """Agrees with the others and issues this rank's part. Blocks the host until all ranks have called.
 
         Args:
             buffers: (address, bytes) of the caller's buffers, in the plan's order.
-            after, after_event, gated: see `Execution.start`.
+            after, after_event, gated, launch: see `Execution.start`.
 
         Returns:
             the ticket, and which kind of plan runs (DIRECT, STAGED_HEAP, STAGED_ORDINARY).
@@ -165,7 +172,7 @@ class GpuCall:
                 prepared = execution.prepare((made, gathered), prepare, gated=gated, armed=armed)
                 ticket = execution.start(
                     prepared, run=group.runs, after=after, after_event=after_event, previous=group.last, gated=gated,
-                    hold=hold, peers=group,
+                    hold=hold, peers=group, launch=launch,
                 )  # fmt: skip
             except MismatchError:
                 device.disarm(armed or ())
@@ -331,14 +338,27 @@ class GpuRunner:
         self._call = GpuCall(group, spec)
 
     def submit(
-        self, tensors: Mapping[str, Any], params: Sequence[int] = (), *, after: int | None = None, gated: bool = False
-    ) -> GpuTicket:
-        """Starts a run. `tensors`: this rank's buffers by name, all on the heap; `params`: what it posts."""
+        self, tensors: Mapping[str, Any], params: Sequence[int] = (), *, after: int | None = None, gated: bool = False,
+        launch: Launch | None = None, hold: tuple[Any, ...] = (),
+    ) -> GpuTicket:  # fmt: skip
+        """Starts a run. `tensors`: this rank's buffers by name, all on the heap; `params`: what it posts.
+
+        `hold`: what else must live until the run is over.
+        """
         wanted = {n for n in self._names if self._sizes[n] != ABSENT}
         if wrong := set(tensors) ^ wanted:
             raise ValueError(f"plan {self.plan.name} takes {sorted(wanted)}; wrong or missing: {sorted(wrong)}")
         buffers = [(t.data_ptr(), t.nbytes) if (t := tensors.get(n)) is not None else (0, 0) for n in self._names]
-        return self._call.start(buffers, params, after=after, gated=gated, hold=tuple(tensors.values()))[0]
+        held = (*tensors.values(), *hold)
+        return self._call.start(buffers, params, after=after, gated=gated, hold=held, launch=launch)[0]
+
+    def words(self, names: Sequence[str]) -> list[int]:
+        """Addresses of imported signals of this rank, for whoever raises them. They stay as long as the group."""
+        return self._call.words(names)
+
+    def close(self) -> None:
+        """Waits for the last run, bounded by its deadline."""
+        self._call.close()
 
 
 def _describe_plan(state: dict[str, Any], size: int) -> str:

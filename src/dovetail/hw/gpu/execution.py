@@ -27,6 +27,8 @@ from dovetail.plan.step import DType, Op, ReduceOp
 _MOST_BOUND = 64
 
 Where = tuple[Mapping[tuple[int, int], Place], Sequence[int], Sequence[int]]
+#: Launches a computation, given what the signals of the run count from.
+Launch = Callable[[int], None]
 
 
 class Prepared:
@@ -148,6 +150,7 @@ class Execution:
         gated: bool = False,
         hold: Any = None,
         peers: Peers | None = None,
+        launch: Launch | None = None,
     ) -> GpuTicket:
         """Issues a run and returns before it is done.
 
@@ -159,6 +162,9 @@ class Execution:
             gated: leave the gates closed until `fire`; `prepared` was made for that.
             hold: what must live until the run is over.
             peers: the other ranks, if the run has any.
+            launch: puts what raises the run's imported signals into `after`. It is called before any copy is issued:
+                streams may share a queue of the hardware, and a kernel behind a wait that only this kernel opens would
+                never run. If it raises, nothing of the run was issued, and the number of the run is burnt.
         """
         device, driver, streams = self.device, self.device.driver, prepared.streams
         device.enter()
@@ -183,6 +189,10 @@ class Execution:
                 device.watchdog.add(ticket)
             if after is not None or after_event is not None or (previous is not None and not previous.is_over()):
                 self._begin(streams, after, after_event, previous)
+            if launch is not None:
+                if after is not None and previous is not None and not previous.is_over():
+                    driver.stream_wait_event(after, previous.event)  # its copies still read what is computed anew
+                launch(number << VALUE_BITS)
             if self._has_gate and not gated:
                 ticket.fire()
             prepared.script.issue(number << VALUE_BITS, driver)

@@ -19,7 +19,7 @@ from dovetail.hw.gpu.bind import ENTRIES_PER_CALL, Place
 from dovetail.hw.gpu.cores import copier
 from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.driver import Kind
-from dovetail.hw.gpu.execution import Execution, Where
+from dovetail.hw.gpu.execution import Execution, Launch, Where
 from dovetail.hw.gpu.graph import GraphRun
 from dovetail.hw.gpu.heap import Heap
 from dovetail.hw.gpu.program import MOST_GATED_STREAMS, LaneOf, compile_plan
@@ -28,7 +28,7 @@ from dovetail.hw.gpu.words import DeviceWords, WordTable
 from dovetail.plan import passes
 from dovetail.plan import step as st
 from dovetail.plan.check import check
-from dovetail.plan.plan import ABSENT, AT_RUN, Plan, Queue, Role
+from dovetail.plan.plan import ABSENT, AT_RUN, Plan, Queue, Role, SignalKind
 
 Buffers = Mapping[tuple[int, str], Any]
 
@@ -120,6 +120,11 @@ class LocalRunner:
         """The run over these buffers, to be submitted again and again at little cost; it keeps them alive."""
         return LocalRun(self._execution, dict(buffers), functools.partial(self._places, dict(buffers)))
 
+    def imported(self) -> list[int]:
+        """Addresses of the imported signals' words, in their order, for a kernel that raises them."""
+        signals = self.program.plan.signals
+        return [self._words.address(n) for n, s in enumerate(signals) if s.kind is SignalKind.IMPORTED]
+
     def graph(self, buffers: Buffers) -> GraphRun:
         """The run over these buffers as one graph, for repeated launches. Close it before the runner."""
         held = dict(buffers)
@@ -197,14 +202,16 @@ class LocalRun:
         self._key = tuple((*name, address_of(t), nbytes_of(t)) for name, t in buffers.items())
         self._prepared = execution.prepare(self._key, places)
 
-    def submit(self, *, after: int | None = None, gated: bool = False) -> GpuTicket:
-        """Starts a run."""
+    def submit(
+        self, *, after: int | None = None, gated: bool = False, launch: Launch | None = None
+    ) -> GpuTicket:  # fmt: skip
+        """Starts a run; see `Execution.start`."""
         execution, prepared = self._execution, self._prepared
         if gated or prepared.generation != execution.device.generation:
             prepared = execution.prepare(self._key, self._places, gated=gated)
             if not gated:
                 self._prepared = prepared
-        return execution.start(prepared, after=after, gated=gated, hold=self._buffers)
+        return execution.start(prepared, after=after, gated=gated, hold=self._buffers, launch=launch)
 
 
 def address_of(t: Any) -> int:

@@ -11,7 +11,6 @@ there when the GPU's n-th one is), others have everything ready at the start.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -21,11 +20,11 @@ from dovetail.errors import DovetailError, NotSupported
 from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.local import LocalRunner
 from dovetail.hw.gpu.ticket import GpuTicket
-from dovetail.hw.gpu.words import VALUE_BITS
 from dovetail.ops.gpu.exchange import GPU, Buffers, Exchange, Layout, Pace, slice_rows_of
+from dovetail.ops.gpu.launch import BagLaunch, GemmLaunch, Head, PoolShape
 from dovetail.ops.gpu.place import Placing
-from dovetail.ops.gpu.tiles import Order, RowTiles, row_tiles
-from dovetail.plan.plan import Plan, SignalKind
+from dovetail.ops.gpu.tiles import LARGE, Blocks, Order, row_tiles
+from dovetail.plan.plan import Plan
 
 if TYPE_CHECKING:
     import torch
@@ -80,21 +79,19 @@ class SlicedRun:
         import torch
 
         device.enter()
-        self._device, self._driver = device, device.driver
-        self._runner = _Runner(
+        self._device = device
+        self._runner = LocalRunner(
             device, plan, host_ranks=host_ranks, timeout_s=timeout_s, most_streams=2 * lanes,
             words_on_device=words_on_device,
         )  # fmt: skip
         try:
-            self._runner.hold(buffers)
+            self._run = self._runner.bind(buffers)
         except BaseException:
             self._runner.close()
             raise
-        self._before = self._driver.event_create()
-        self._last: GpuTicket | None = None
         self._error: BaseException | None = None
         where = f"cuda:{device.index}" if torch.cuda.is_available() else "cpu"
-        self._words = self._runner.flags()
+        self._words = self._runner.imported()
         self._addresses = torch.tensor(self._words, dtype=torch.int64).to(where)
 
     @property
@@ -111,44 +108,28 @@ class SlicedRun:
             NotSupported: the stream is capturing a graph.
             DovetailError: an earlier run could not be issued as a whole: close this and make another.
         """
-        device, driver = self._device, self._driver
-        device.enter()
+        self._device.enter()
         if self._error is not None:
             raise DovetailError(f"an earlier run was not issued as a whole: {self._error!r}") from self._error
-        if driver.stream_capturing(stream):
+        if self._device.driver.stream_capturing(stream):
             raise NotSupported("the stream is capturing a graph: copies behind flags would be lost. Run it outside")
-        run = self._runner.next_run()
-        if self._last is not None and not self._last.is_over():
-            driver.stream_wait_event(stream, self._last.event)  # its copies still read what the computation writes
-        driver.event_record(self._before, stream)
-        # First the computation, then what waits for it: streams may share a queue of the hardware, and a kernel
-        # behind a wait that only this kernel opens would never run.
-        base = run << VALUE_BITS
-        try:
+        is_launched = False
+
+        def launch(base: int) -> None:
+            nonlocal is_launched
             compute.launch(Flags(self._addresses, self._words, base, base + 1), stream)
-            ticket = self._runner.start(run, self._before)
-            self._last = ticket
-            driver.stream_wait_event(stream, ticket.event)
+            is_launched = True
+
+        try:
+            return self._run.submit(after=stream, launch=launch)
         except BaseException as error:
-            self._broken(error)
+            if is_launched:  # in part, it may still read and write the buffers: there is no other run after it
+                self._error = error
             raise
-        return ticket
-
-    def _broken(self, error: BaseException) -> None:
-        """Nothing of a failed launch is awaited: copies are issued after it, and what was issued has been opened.
-
-        A failed launch burns its run number, since it may have raised flags; a run that was issued in part may still
-        read and write the buffers, so there is no other after it.
-        """
-        if self._runner.issued:
-            self._error = error
 
     def close(self) -> None:
         """Waits for the last run. Safe to call twice."""
         self._runner.close()
-        if self._before:
-            self._driver.event_destroy(self._before)
-        self._before = 0
 
     def __enter__(self) -> SlicedRun:
         return self
@@ -157,48 +138,6 @@ class SlicedRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class _Runner(LocalRunner):
-    """Numbers its runs before they start: the computation must know the values of its flags."""
-
-    issued = False  #: the run of the last number was begun
-
-    def flags(self) -> list[int]:
-        """Addresses of the imported signals, in their order."""
-        signals = self.program.plan.signals
-        return [self._execution.words.address(n) for n, s in enumerate(signals) if s.kind is SignalKind.IMPORTED]
-
-    def hold(self, buffers: Mapping[tuple[int, str], Any]) -> None:
-        """Binds the buffers, so that wrong ones are refused before anything is launched."""
-        self._held = dict(buffers)
-        self._where = functools.partial(self._places, self._held)
-        self._execution.prepare(_ONE, self._where)
-
-    def next_run(self) -> int:
-        """A number that no run has had."""
-        self._execution.runs += 1
-        self.issued = False
-        return self._execution.runs
-
-    def start(self, run: int, after_event: int) -> GpuTicket:
-        """Issues a run that begins behind an event and that no stream waits for."""
-        prepared = self._execution.prepare(_ONE, self._where)
-        self.issued = True
-        return self._execution.start(prepared, run=run, after_event=after_event, hold=self._held)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GemmShape:
-    """How the kernel cuts a product. The default is as fast as cuBLAS on an H200; smaller tiles end sooner."""
-
-    height: int = 128
-    width: int = 256
-    depth: int = 64
-    group: int = 8  #: row tiles that are computed column by column together; slices of fewer tiles end together
-    warps: int = 8
-    stages: int = 3
-    programs: int = 1  #: for each multiprocessor; all must fit at once
 
 
 def gemm_exchange(
@@ -212,72 +151,29 @@ def gemm_exchange(
     return Exchange(send=tuple(send), receive=tuple(receive), row_bytes=(width,) * len(send))
 
 
-#: Steps of a tile's depth that each half of K has at least: two programs to a tile must be worth the sum.
-_HALF_STEPS = 4
-
-
-def waves(num_tiles: int, columns: int, programs: int, head: int = 0) -> float:
-    """How often a tile's time a product takes: `num_tiles` row tiles of so many columns on so many programs.
-
-    The first `head` row tiles are computed by two programs to a tile, in half the time.
-
-    >>> waves(20, 16, 132), waves(20, 16, 132, head=4)
-    (3.0, 2.5)
-    """
-    return -(-2 * head * columns // programs) / 2 + -(-(num_tiles - head) * columns // programs)
-
-
-def head_tiles(num_tiles: int, columns: int, programs: int, wanted: bool | None = None) -> int:
-    """How many row tiles the head has: as many as make the fewest waves, the most of those; 0 if there is none.
-
-    By default there is a head if it makes fewer waves and all of its programs fit at once. If one is `wanted`, it is
-    the best there is, even if nothing is gained but an early start; then it may take up to a whole wave.
-
-    >>> head_tiles(20, 16, 132), head_tiles(132, 32, 132), head_tiles(132, 32, 132, wanted=True)
-    (4, 0, 2)
-    """
-    most = min(num_tiles, (2 if wanted else 1) * programs // (2 * max(columns, 1)))
-    if wanted is False or most < 1:
-        return 0
-    found, head = min((waves(num_tiles, columns, programs, head), -head) for head in range(1, most + 1))
-    return -head if wanted or found < waves(num_tiles, columns, programs) else 0
-
-
 class DmaGemm:
-    """y = x @ w.T on the GPU, rows sent to peers in host memory slice by slice. An owner: `close()`.
-
-    Nothing can be sent before the first tiles are finished, and a last wave that is not full leaves programs idle.
-    A head helps with both: the first row tiles by two programs to a tile, which takes half a wave.
-    """
+    """y = x @ w.T on the GPU, rows sent to peers in host memory slice by slice. An owner: `close()`."""
 
     def __init__(
         self, device: Device, buffers: Buffers, x_shape: Sequence[int], w_shape: Sequence[int], dtype: torch.dtype, *,
         slice_rows: int | None = None, order: Order | str = Order.REMOTE, pace: Pace | str = Pace.STEP,
-        shape: GemmShape | None = None, head: bool | None = None, timeout_s: float | None = None, lanes: int = LANES,
+        blocks: Blocks | None = None, head: Head | None = None, timeout_s: float | None = None, lanes: int = LANES,
         words_on_device: bool = WORDS_ON_DEVICE,
     ) -> None:  # fmt: skip
         """`buffers` of `gemm_exchange`; `slice_rows`: rows that one flag stands for, whole tiles are best.
 
-        `head`: see `head_tiles`; there is none if K is too short to be halved.
+        `head`: none by default; see `GemmLaunch`.
         """
-        import torch
 
-        exchange, self.shape = buffers.exchange, shape or GemmShape()
+        exchange, self.blocks = buffers.exchange, blocks or LARGE
         gemm_exchange(x_shape, w_shape, dtype, exchange.send, exchange.receive)
         (self.M, self.K), self.N, self.dtype = x_shape, w_shape[0], dtype
-        height = self.shape.height
+        height = self.blocks.height
         rows = slice_rows or slice_rows_of(sum(exchange.send[1:]), exchange.row_bytes[GPU], height)
         self.slice_rows, self.tiles = rows, row_tiles(exchange.send, GPU, height, slice_rows=rows, order=order)
         self.y = buffers.y[GPU][: exchange.y_bytes(GPU)].view(dtype).view(self.M, self.N)
-        self._tables = _Tables(self.tiles, self.y.device)
-        self._programs = device.driver.num_multiprocessors(device.index) * self.shape.programs
-        columns, is_deep = -(-self.N // self.shape.width), 2 * _HALF_STEPS * self.shape.depth <= self.K
-        #: Row tiles of the head.
-        self.head = head_tiles(len(self.tiles.tiles), columns, self._programs, head if is_deep else False)
-        self._rest = self._tables.tiles[self.head :].clone()
-        sums = (self.head * columns, 2, height, self.shape.width)
-        self._halves = torch.empty(sums, dtype=torch.float32, device=self.y.device)
-        self._arrivals = torch.zeros(self.head * columns, dtype=torch.int64, device=self.y.device)
+        cores = device.driver.num_multiprocessors(device.index)
+        self.kernel = GemmLaunch(self.tiles, self.N, self.K, cores, self.y.device, blocks=self.blocks, head=head)
         self._operands: tuple[torch.Tensor, torch.Tensor] | None = None
         plan = exchange.sliced(self.tiles, pace=pace, lanes=lanes)
         self.run = SlicedRun(
@@ -294,8 +190,7 @@ class DmaGemm:
     def compute(self, x: torch.Tensor, w: torch.Tensor) -> None:
         """The product alone, with nobody waiting for it."""
         self._check(x, w)
-        self._operands = x, w
-        self._launch(self._tables.no_flags, 0)
+        self.kernel(x, w, self.y)
 
     def _check(self, x: torch.Tensor, w: torch.Tensor) -> None:
         for name, given, shape in (("x", x, (self.M, self.K)), ("w", w, (self.N, self.K))):
@@ -305,42 +200,12 @@ class DmaGemm:
 
     def launch(self, flags: Flags, stream: int) -> None:
         """See `Sliced`."""
-        self._launch(flags.addresses, flags.value)
-
-    def _launch(self, flags: torch.Tensor, value: int) -> None:
-        from dovetail.ops.kernels.gemm import gemm_head_kernel, gemm_slices_kernel
-
         assert self._operands is not None
-        (x, w), s, t = self._operands, self.shape, self._tables
-        how = {
-            "BM": s.height, "BN": s.width, "BK": s.depth, "GROUP": s.group, "EVEN_M": self.tiles.is_even(s.height),
-            "EVEN_N": self.N % s.width == 0, "EVEN_K": self.K % s.depth == 0, "PRECISION": "ieee",
-            "SOFT": not x.is_cuda, "num_warps": s.warps, "num_stages": s.stages,
-        }  # fmt: skip
-        if self.head:
-            gemm_head_kernel[(2 * len(self._arrivals),)](
-                x, w, self.y, t.tiles, t.slice_tiles, t.counters, flags, self._halves, self._arrivals, value,
-                self.head, self.N, self.K, **how,
-            )  # fmt: skip
-        if len(self._rest):
-            gemm_slices_kernel[(self._programs,)](
-                x, w, self.y, self._rest, t.slice_tiles, t.counters, flags, value, len(self._rest), self.N, self.K,
-                PROGRAMS=self._programs, **how,
-            )  # fmt: skip
+        self.kernel(*self._operands, self.y, flags.addresses, flags.value)
 
     def close(self) -> None:
         """Waits for the last run."""
         self.run.close()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolShape:
-    """How the kernel cuts bags."""
-
-    bags: int = 4  #: pooled at a time by one program
-    depth: int = 4  #: rows of each that are loaded at a time
-    warps: int = 4
-    programs: int = 8  #: for each multiprocessor, at most: the more, the more loads are on their way
 
 
 def embedding_exchange(
@@ -369,7 +234,6 @@ class DmaEmbedding:
         words_on_device: bool = WORDS_ON_DEVICE,
     ) -> None:  # fmt: skip
         """`buffers` of `embedding_exchange`; `weights`: this rank's tables [rows, dim]; `slice_rows`: in samples."""
-        import torch
 
         exchange, self.shape = buffers.exchange, shape or PoolShape()
         self.T, self.D, self.B = len(weights), weights[0].shape[1], sum(exchange.send)
@@ -379,18 +243,12 @@ class DmaEmbedding:
         if mode not in ("sum", "mean") or self.T * self.D * self.dtype.itemsize != exchange.row_bytes[GPU]:
             given = f"mode {mode!r}, {self.T} tables of dim {self.D} and {self.dtype}"
             raise ValueError(f"{given}: mode is sum or mean, and rows to send have {exchange.row_bytes[GPU]} bytes")
-        self._mean, self._weights = mode == "mean", list(weights)
         height = self.shape.bags
         rows = slice_rows or slice_rows_of(sum(exchange.send[1:]), exchange.row_bytes[GPU], height)
         self.slice_rows, self.tiles = rows, row_tiles(exchange.send, GPU, height, slice_rows=rows, order=order)
         self.y = buffers.y[GPU][: exchange.y_bytes(GPU)].view(self.dtype).view(self.B, self.T, self.D)
-        where = self.y.device
-        self._tables = _Tables(self.tiles, where)
-        self._addresses = torch.tensor([w.data_ptr() for w in weights], dtype=torch.int64, device=where)
-        self._num_rows = torch.tensor([len(w) for w in weights], dtype=torch.int64, device=where)
-        self._error = torch.zeros(1, dtype=torch.int64, device=where)
-        self._cores = device.driver.num_multiprocessors(device.index)
-        self._programs = 0  # not known before the kernel was compiled
+        cores = device.driver.num_multiprocessors(device.index)
+        self.kernel = BagLaunch(self.tiles, weights, self.B, cores, self.y.device, mode=mode, shape=self.shape)
         self._bags: tuple[torch.Tensor, torch.Tensor] | None = None
         self._kept = exchange.send[GPU]
         plan = exchange.sliced(self.tiles, pace=pace, lanes=lanes)
@@ -400,17 +258,13 @@ class DmaEmbedding:
         )  # fmt: skip
         self._placing = Placing(device, buffers)
 
-    @property
-    def programs(self) -> int:
-        """For each multiprocessor, those that it holds at once; 0 before the first launch."""
-        return self._programs // self._cores
-
     def start(self, values: torch.Tensor, offsets: torch.Tensor, stream: int) -> GpuTicket:
         """Puts it all into the raw stream, torch's current one. Bag b of table t: values[offsets[t * B + b]:...].
 
         The ticket tells that all slices arrived; the output is finished behind that, in the stream.
         """
-        self._take(values, offsets)
+        self.kernel.check_bags(values, offsets)
+        self._bags = values, offsets
         self._placing.begin(stream)
         ticket = self.run.start(self, stream)
         self._placing.end(stream)
@@ -418,46 +272,14 @@ class DmaEmbedding:
 
     def compute(self, values: torch.Tensor, offsets: torch.Tensor) -> None:
         """The bags alone, with nobody waiting for them."""
-        self._take(values, offsets)
-        self._launch(self._tables.no_flags, 0)
-
-    def _take(self, values: torch.Tensor, offsets: torch.Tensor) -> None:
-        if offsets.numel() != self.T * self.B + 1 or not (values.is_contiguous() and offsets.is_contiguous()):
-            given = f"{offsets.numel()} offsets for {self.T} tables and {self.B} bags of each"
-            raise ValueError(f"{given}: one for each bag and one behind the last, and no gaps in memory")
-        self._bags = values, offsets
-
-    def check(self) -> None:
-        """Waits for the GPU. IndexError if some value named a row that its table has not; it added nothing."""
-        if place := int(self._error.item()):
-            self._error.zero_()
-            raise IndexError(f"values[{place - 1}] names a row that its table has not")
+        self.kernel.check_bags(values, offsets)
+        self.kernel(values, offsets, self.y)
 
     def launch(self, flags: Flags, stream: int) -> None:
         """See `Sliced`."""
-        self._launch(flags.addresses, flags.value)
-        self._placing.own(self.y[: self._kept], 0, stream)
-
-    def _launch(self, flags: torch.Tensor, value: int) -> None:
-        import triton
-
-        from dovetail.ops.kernels.embedding import embedding_slices_kernel
-
         assert self._bags is not None
-        (values, offsets), s, t = self._bags, self.shape, self._tables
-        if not len(t.tiles):
-            return
-        dtype = getattr(triton.language, str(self.dtype).removeprefix("torch."))
-        kernel = embedding_slices_kernel[(min(self._programs or self._cores, len(t.tiles) * self.T),)](
-            self._addresses, self._num_rows, values, offsets, values, self.y, t.tiles, t.slice_tiles, t.counters, flags,
-            self._error, value, len(t.tiles), self.T, self.B, self.D,
-            DTYPE=dtype, BAGS=s.bags, DEPTH=s.depth, BLOCK_D=triton.next_power_of_2(self.D),
-            MEAN=self._mean, SCALED=False, SOFT=not self.y.is_cuda, num_warps=s.warps,
-        )  # fmt: skip
-        if not self._programs:
-            shared_bytes = getattr(getattr(kernel, "metadata", None), "shared", 0)
-            held = resident(getattr(kernel, "n_regs", 0), s.warps, shared_bytes)
-            self._programs = self._cores * min(s.programs, held)
+        self.kernel(*self._bags, self.y, flags.addresses, flags.value)
+        self._placing.own(self.y[: self._kept], 0, stream)
 
     def close(self) -> None:
         """Waits for the last run."""
@@ -465,28 +287,3 @@ class DmaEmbedding:
         self._placing.close()
 
 
-def resident(num_registers: int, warps: int, shared_bytes: int = 0) -> int:
-    """Programs of so many registers a thread that a multiprocessor holds at once; one if that is not known.
-
-    A program that has no place begins when another has ended, and what it has to pool is then late for its slice.
-    The figures are NVIDIA's: 65,536 registers, given in blocks of 256 a warp; 64 warps; 32 programs; of shared memory
-    the 164 KiB of an A100 (later ones have more), of which a program takes one more than it asks for.
-
-    >>> resident(96, 4)
-    5
-    """
-    if not num_registers:
-        return 1
-    a_warp = -(-num_registers * 32 // 256) * 256
-    return max(1, min(65536 // (a_warp * warps), 64 // warps, 32, (164 << 10) // (shared_bytes + 1024)))
-
-
-class _Tables:
-    """The tables of a kernel on its device."""
-
-    def __init__(self, tiles: RowTiles, where: torch.device) -> None:
-        import torch
-
-        self.tiles, self.slice_tiles = (torch.from_numpy(a.copy()).to(where) for a in (tiles.tiles, tiles.slice_tiles))
-        self.counters = torch.zeros(max(1, len(tiles.slices)), dtype=torch.int64, device=where)
-        self.no_flags = torch.zeros_like(self.counters)

@@ -117,7 +117,7 @@ class Blocks:
 
 
 #: The shape that equals cuBLAS on an H200 at 8192^3 in bf16, in a flattened loop.
-_LARGE = Blocks(height=128, width=256, depth=64, warps=8, stages=3)
+LARGE = Blocks(height=128, width=256, depth=64, warps=8, stages=3)
 _MEDIUM = Blocks(height=128, width=128, depth=64, warps=8, stages=4)
 _FLAT = Blocks(height=64, width=128, depth=64, warps=4, stages=4)
 _SINGLE = Blocks(height=64, width=64, depth=32, warps=4, stages=3)
@@ -133,8 +133,8 @@ def gemm_blocks(rows: Sequence[int], n: int, k: int, item_bytes: int, programs: 
         return _SINGLE
     if max(rows, default=0) <= _FLAT.height:
         return _FLAT
-    large = sum(-(-r // _LARGE.height) for r in rows) * -(-n // _LARGE.width)
-    return _LARGE if large >= programs else _MEDIUM
+    large = sum(-(-r // LARGE.height) for r in rows) * -(-n // LARGE.width)
+    return LARGE if large >= programs else _MEDIUM
 
 
 def gemv_blocks(m: int, n: int, item_bytes: int, programs: int) -> Blocks:

@@ -1,4 +1,4 @@
-"""Transport `store` on GPUs, behind the seam of `ops.run`: the kernels of a group and a device, made once.
+"""Transports on GPUs, behind the seam of `ops.run`: the kernels of a group and a device, made once.
 
 Every call begins with the exchange of `OpsGroup.agree`, as on the CPU, also while a graph is being captured.
 """
@@ -6,11 +6,13 @@ Every call begins with the exchange of `OpsGroup.agree`, as on the CPU, also whi
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dovetail.ops import calls
+from dovetail.ops.gpu import sliced
 from dovetail.ops.group import OpsGroup
 
 if TYPE_CHECKING:
@@ -30,9 +32,9 @@ def store_of(g: OpsGroup, device: torch.device) -> Store:
 
 def check(g: OpsGroup, device: torch.device) -> None:
     """Raises what an earlier kernel reported: a late peer, a row number out of range."""
-    found: Store | None = g.known.get(("store", device))
-    if found is not None:
-        found.check()
+    for kind in ("store", "sliced"):
+        if (found := g.known.get((kind, device))) is not None:
+            found.check()
 
 
 def gemm_all_to_all(g: OpsGroup, c: calls.GemmAllToAll) -> torch.Tensor:
@@ -73,4 +75,13 @@ STORE: dict[type[calls.Call], Callable[[OpsGroup, Any], torch.Tensor]] = {
     calls.AllGatherMatmul: all_gather_matmul,
     calls.MatmulReduceScatter: matmul_reduce_scatter,
     calls.EmbeddingAllToAll: embedding_all_to_all,
+}
+DMA: dict[type[calls.Call], Callable[[OpsGroup, Any], torch.Tensor]] = {
+    calls.GemmAllToAll: sliced.gemm_all_to_all,
+    calls.MatmulReduceScatter: sliced.matmul_reduce_scatter,
+    calls.EmbeddingAllToAll: sliced.embedding_all_to_all,
+}
+DECOMPOSED: dict[type[calls.Call], Callable[[OpsGroup, Any], torch.Tensor]] = {
+    calls.GemmAllToAll: partial(sliced.gemm_all_to_all, fused=False),
+    calls.MatmulReduceScatter: partial(sliced.matmul_reduce_scatter, fused=False),
 }

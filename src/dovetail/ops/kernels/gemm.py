@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """GEMM kernels, y = x @ w.T: persistent programs that walk over tiles in the order of a table made on the host.
 
-Owns the tile product, the kernel that tells slice by slice what is finished, and the one for the first tiles, which are
+Owns the tile product, the kernel that tells slice by slice what is finished, and the one for tiles that are
 to be finished early; the fused ones are in `fused_gemm.py`.
 
 Legend: x [M, K], w [N, K], y [M, N], rows contiguous. A tile is BM x BN, of depth BK. The table of row tiles
@@ -133,51 +133,53 @@ def gemm_slices_kernel(
 
 
 @triton.jit(do_not_specialize=["num_tiles", "value"])
-def gemm_head_kernel(
-    x, w, y, tiles, slice_tiles, counters, flags, halves, arrivals, value: tl.int64, num_tiles: tl.int32, N, K,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+def gemm_parts_kernel(
+    x, w, y, tiles, slice_tiles, counters, flags, sums, arrivals, value: tl.int64, num_tiles: tl.int32, N, K,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
     EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, SOFT: tl.constexpr,
 ):  # fmt: skip
-    """The same for the first row tiles of a table, in half the time: two programs to a tile, half of K each.
+    """The same for the first row tiles of a table, sooner: PARTS programs to a tile, each over its part of K.
 
-    Nobody waits: who comes second adds both halves, always the first to the second, so the bits don't depend on who it
-    is. `gemm_slices_kernel` has the other arguments and computes the other row tiles, with the same counters: a
-    slice may have tiles of both.
+    Nobody waits: who comes last adds all parts, in their order, so the bits don't depend on who it is.
+    `gemm_slices_kernel` has the other arguments and computes the other row tiles, with the same counters: a slice may
+    have tiles of both.
 
     Args:
-        tiles: the table; its first `num_tiles` row tiles are computed. The grid is two programs for each of their
-            tiles, and K has more than BK elements.
-        halves: fp32 [tiles, 2, BM, BN], memory to work in; nothing of it is read that was not written in this run.
+        tiles: the table; its first `num_tiles` row tiles are computed. The grid is PARTS programs for each of their
+            tiles, and K has at least PARTS * BK elements.
+        sums: fp32 [tiles, PARTS, BM, BN], memory to work in; nothing of it is read that was not written in this run.
         arrivals: int64, one per tile, zero before the first run; they count on from run to run.
 
-    K 192, BK 64: the first half has 128 elements, the second 64.
+    K 224, BK 64, three parts: 64, 64 and 96 elements.
     """
     columns = tl.cdiv(N, BN)
-    tile, half = tl.program_id(0) // 2, tl.program_id(0) % 2
+    tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     row_tile, column_tile = locate(tile, 0, num_tiles, columns, GROUP)
     entry = tiles + row_tile * FIELDS
     first = tl.load(entry + FIRST)
     num_rows = (tl.load(entry + END) - first).to(tl.int32)
-    part = tl.load(entry + SLICE)
     column = column_tile * BN
-    longer = tl.cdiv(K, 2 * BK) * BK
-    begin, extent = half * longer, longer + half * (K - 2 * longer)
+    steps = tl.cdiv(K, BK)
+    begin = part * steps // PARTS * BK
+    extent = tl.minimum((part + 1) * steps // PARTS * BK, K) - begin
     acc = product_of_part(
         x + first * K + begin, w + column.to(tl.int64) * K + begin, num_rows, N - column, extent, K,
         BM, BN, BK, EVEN_M, EVEN_N, EVEN_K, PRECISION, SOFT,
     )  # fmt: skip
-    both = halves + tile.to(tl.int64) * (2 * BM * BN)
-    tl.store(both + half * (BM * BN) + tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :], acc)
-    if arrive(arrivals + tile, 2):
-        # A few rows at a time, also its own: a tile's sum and another half beside it would not fit the registers.
+    mine = sums + tile.to(tl.int64) * (PARTS * BM * BN)
+    tl.store(mine + part * (BM * BN) + tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :], acc)
+    if arrive(arrivals + tile, PARTS):
+        # A few rows at a time, also its own: a tile's sum and another part beside it would not fit the registers.
         ROWS: tl.constexpr = min(BM, 32)
         some = tl.arange(0, ROWS)[:, None] * BN + tl.arange(0, BN)[None, :]
         for row in range(0, BM, ROWS):
-            one = tl.load(both + row * BN + some, cache_modifier=".cg")
-            other = tl.load(both + (BM + row) * BN + some, cache_modifier=".cg")
+            total = tl.load(mine + row * BN + some, cache_modifier=".cg")
+            for other in tl.static_range(1, PARTS):
+                total += tl.load(mine + (other * BM + row) * BN + some, cache_modifier=".cg")
             at = y + (first + row) * N + column
             left = num_rows - row
-            store_tile(at, one + other, left, N - column, N, y.dtype.element_ty, ROWS, BN, EVEN_M, EVEN_N, SOFT)
-        last = arrive(counters + part, tl.load(slice_tiles + part) * columns)
-        flag = tl.load(flags + part)
+            store_tile(at, total, left, N - column, N, y.dtype.element_ty, ROWS, BN, EVEN_M, EVEN_N, SOFT)
+        number = tl.load(entry + SLICE)
+        last = arrive(counters + number, tl.load(slice_tiles + number) * columns)
+        flag = tl.load(flags + number)
         signal(flag.to(tl.pointer_type(tl.int64)), value, last & (flag != 0))
