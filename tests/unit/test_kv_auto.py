@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -13,8 +14,9 @@ from tests.unit.gpulib import Control
 
 from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.driver import WAIT, WORD, DriverError
-from dovetail.kv.choose import Costs, Path, Samples
-from dovetail.kv.layout import layer_outermost
+from dovetail.kv.auto import Auto
+from dovetail.kv.choose import CANDIDATES, Costs, Path, Samples
+from dovetail.kv.layout import block_outermost, layer_outermost
 from dovetail.kv.learn import AGAIN, SETTLED, TRIALS
 from dovetail.kv.mover import GpuMover, GpuTransfer
 from dovetail.kv.planner import Direction, Pieces, Table, table
@@ -243,3 +245,31 @@ def test_requests_of_no_bytes_teach_nothing(device: Device, monkeypatch: pytest.
     rig.times(monkeypatch, {})
     rig.mover.submit("fetch", rig.copies(count=0), "auto").wait()
     rig.close()
+
+
+@pytest.mark.parametrize("row_bytes", [128, 120, 65536])
+@pytest.mark.parametrize("outermost", [layer_outermost, block_outermost])
+def test_the_choice_is_that_of_the_columns(device: Device, row_bytes: int, outermost: Any) -> None:
+    """A table that knows its form and one of the same columns that does not: the same paths and reasons, all along."""
+    layout = outermost("rows", num_layers=6, row_bytes=row_bytes, num_blocks=48)
+    pieces = Pieces(num_slots=40, slot_bytes=layout.slot_bytes, slots_per_piece=40)
+    tuned = TUNED | {Path.STAGED: 990.0}
+    taken: list[list[tuple[Path, str]]] = [[], []]
+    for bare, found in enumerate(taken):
+        auto = Auto(device, 1 << 30, costs(tuned), CANDIDATES, has_launch=True, learn=True)
+        rng = np.random.default_rng(3)
+        for n in range(3 * AGAIN):
+            count = int(rng.integers(1, 24))
+            blocks = 2 * rng.permutation(24)[:count]
+            copies = table("fetch", layout, blocks, rng.permutation(40)[:count], pieces)
+            assert copies.form
+            if bare:
+                copies = dataclasses.replace(copies)
+                assert copies.form is None
+            choice, request = auto.choose(Direction.FETCH, copies, beside=n % 3 == 0, is_clear=True)
+            assert request
+            request.note(choice.path, float(rng.uniform(900, 1100)))
+            found.append((choice.path, choice.reason))
+    assert taken[0] == taken[1]
+    is_staged = Path.STAGED in {path for path, _ in taken[0]}
+    assert is_staged == (outermost is layer_outermost and row_bytes % 16 == 0)

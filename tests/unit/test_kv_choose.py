@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from pathlib import Path as File
 
 import numpy as np
@@ -13,7 +15,7 @@ from hypothesis import strategies as some
 from dovetail import profile
 from dovetail.bench.kv import tune
 from dovetail.kv import costs
-from dovetail.kv.choose import CANDIDATES, Costs, Path, Samples, Shape, choose, is_aligned
+from dovetail.kv.choose import CANDIDATES, Costs, Path, Samples, Shape, choose, estimate, is_aligned
 from dovetail.kv.layout import layer_outermost
 from dovetail.kv.planner import Direction, Pieces, Table, table
 from dovetail.measure import machine
@@ -78,6 +80,39 @@ def test_an_estimate_is_exact_at_a_sample_and_between_the_samples_elsewhere(
     found = near[1] / samples.time_us(Shape(row_bytes=near[0], size_bytes=near[1]))
     assert min(speeds) * 0.999 <= found <= max(speeds) * 1.001
     assert samples.time_us(Shape(row_bytes=1, size_bytes=0)) == 0
+
+
+def plain(points: list[tuple[int, int, float]], shape: Shape) -> float:
+    """The definition: all points are sorted by their distance, and of equal ones the faster counts as nearer."""
+    row, size = math.log2(shape.row_bytes), math.log2(shape.size_bytes)
+    every = [((math.log2(r) - row) ** 2 + (math.log2(s) - size) ** 2, math.log(t / s)) for r, s, t in points]
+    near = sorted(every)[:4]
+    weights = [1 / (distance + 1e-6) for distance, _ in near]
+    mean = sum(w * per_byte for w, (_, per_byte) in zip(weights, near, strict=True)) / sum(weights)
+    return math.exp(mean) * shape.size_bytes
+
+
+def test_the_choice_is_that_of_a_plain_search_wherever_it_is_asked_for() -> None:
+    """Paths that were measured together share their search: over the grid, on it and between, with ties on all sides.
+
+    Questions for different shapes follow each other, so an answer for another shape would be seen.
+    """
+    shipped = costs.shipped()
+    sizes = [1 << k for k in range(14, 33)] + [3 << k for k in range(14, 31, 3)]
+    rows = [512, 4096, 6000, 8192, 16384, 18432, 32768, 65536, 327680, 1 << 20, 3 << 20]
+    found = set()
+    for row_bytes, size_bytes in itertools.product(rows, sizes):
+        shape = Shape(row_bytes=row_bytes, size_bytes=size_bytes)
+        for direction, beside in itertools.product(Direction, (False, True)):
+            wanted = {path: plain(shipped.samples[direction, beside, path].points, shape) for path in CANDIDATES}
+            made = estimate(direction, shape, shipped, beside=beside)
+            assert made.times_us == pytest.approx(wanted, rel=1e-12)
+            assert made.choice().path is min(wanted, key=wanted.__getitem__)
+            where = "beside computation" if beside else "on an idle GPU"
+            times = ", ".join(f"{path} {time_us:.0f} us" for path, time_us in wanted.items())
+            assert made.choice().reason == f"estimated {where}: {times} ({shipped.source})"
+            found.add(made.choice().path)
+    assert found == set(CANDIDATES)
 
 
 def test_a_section_comes_back_as_it_was() -> None:

@@ -19,7 +19,7 @@ TWO = {Path.DMA_2D: 1930.0, Path.STAGED: 2100.0}
 
 
 def known(tuned: Mapping[Path, float], size_bytes: int = SHAPE.size_bytes) -> Estimate:
-    return Estimate(size_bytes=size_bytes, times_us=tuned, entries_per_call=7, reason="estimated: a test")
+    return Estimate(size_bytes=size_bytes, times_us=tuned, entries_per_call=7, why=lambda: "estimated: a test")
 
 
 def request(tuned: Mapping[Path, float]) -> Request:
@@ -95,6 +95,22 @@ def test_the_reason_says_whose_figures_these_are() -> None:
     new = request(TWO)
     reasons = [new.choose(is_timed=True).reason for _ in range(2)]
     assert reasons == ["estimated: a test", "tried: estimated: a test"]
+
+
+def test_a_reason_is_of_the_time_of_its_choice() -> None:
+    """It is put into words when somebody asks: by the figures that decided, not by later ones."""
+    one = request(TWO)
+    first = one.choose(is_timed=False)
+    run(one, 2 * TRIALS, {Path.DMA_2D: 2300.0, Path.STAGED: 1813.0}.__getitem__)
+    settled = [one.choose(is_timed=True) for _ in range(2 * AGAIN)]
+    run(one, 2 * AGAIN, {Path.DMA_2D: 900.0, Path.STAGED: 2900.0}.__getitem__)
+    assert one.choose(is_timed=False).reason.startswith("measured here: dma-2d 900 us, staged 2900 us")
+    assert first.reason == "estimated: a test"
+    reason = "measured here: dma-2d 2300 us, staged 1813 us (4 transfers)"
+    assert {(choice.path, choice.reason) for choice in settled} == {
+        (Path.STAGED, reason),
+        (Path.DMA_2D, f"tried: {reason}"),
+    }
 
 
 def test_the_first_time_of_a_path_counts_for_nothing() -> None:

@@ -112,8 +112,33 @@ def test_a_plan_moves_what_naive_copies_move(
     run(made, cache, pool, pieces)
     assert (cache == wanted_cache).all()
     assert (pool == wanted_pool).all()
-    block_bytes = sum(group.num_rows * group.row_bytes for group in layout.groups)
-    assert table(direction, layout, blocks, slots, pieces).size_bytes == count * block_bytes
+    copies = table(direction, layout, blocks, slots, pieces)
+    assert copies.size_bytes == count * sum(group.num_rows * group.row_bytes for group in layout.groups)
+    assert copies.num_rows == copies.rows.sum()
+    if copies.form:  # told by the planner, not found in the columns
+        for name in ("width", "rows", "device_pitch", "host_pitch"):
+            assert (getattr(copies, name) == getattr(copies.form, name)).all()
+        assert not ((copies.device | copies.width | copies.device_pitch) % copies.form.unit_bytes).any()
+
+
+def test_a_table_knows_its_form_where_no_block_follows_another() -> None:
+    """And one that was made of it does not, since nobody knows what was changed."""
+    pieces = Pieces(num_slots=40, slot_bytes=5 * 96, slots_per_piece=40)
+    for layout, form in (
+        (layer_outermost("x", num_layers=5, row_bytes=96, num_blocks=80), (96, 5, 80 * 96, 96, 32)),
+        (block_outermost("x", num_layers=5, row_bytes=96, num_blocks=80), (480, 1, 480, 480, 32)),
+        (Layout("x", (Group("blocks apart", 96, [0, 80 * 104], 104, 80),)), (96, 2, 80 * 104, 96, 8)),
+    ):
+        apart = table("fetch", layout, np.arange(0, 80, 2), np.arange(40), pieces)
+        assert apart.form == form
+        assert apart.by_shape() == [apart]
+        assert apart.split(480) is apart
+        assert table("fetch", layout, np.arange(7, 47), np.arange(40), pieces).form is None
+        for made in (dataclasses.replace(apart, device=apart.device + 1), apart.where(np.arange(9)), apart.split(200)):
+            assert made.form is None or made is apart
+            assert made.size_bytes == int(made.width @ made.rows)
+            assert made.num_rows == int(made.rows.sum())
+    assert table("fetch", layout, [], [], pieces).form is None
 
 
 @settings(max_examples=60, deadline=None)

@@ -433,11 +433,25 @@ def test_auto_goes_on_without_staging_memory(
     rig.close()
 
 
-def test_tables_do_not_pile_up(device: Device) -> None:
+def test_tables_do_not_pile_up(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `auto` reserves is what the run takes, also while events that were used before are not reached."""
+    live: set[int] = set()
+    alloc, free = device.driver.device_alloc, device.driver.device_free
+    monkeypatch.setattr(device.driver, "device_alloc", lambda size: _noted(live, alloc(size)))
+    monkeypatch.setattr(device.driver, "device_free", lambda address: (live.discard(address), free(address)))
     rig = Rig(device, layout_of(), 2e-3)
-    staging = rig.mover._staging[Direction.FETCH]
+    staging, before = rig.mover._staging[Direction.FETCH], len(live)
     for _ in range(20):
         staging.reserve(40)
-    assert len(staging._tables) == 1
+    assert len(live) == before + 1
+    staging.reserve(4000)
+    staging.reserve(40)
+    assert len(live) == before + 2
+    copies = rig.copies(Direction.FETCH)
+    wanted = rig.expected((Direction.FETCH, copies))
+    rig.mover.submit("fetch", copies, "staged").wait()
+    assert rig.is_like(wanted)
+    assert len(live) == before + 2
+    staging.reserve(40)
     rig.close()
+    assert live == {rig.cache}

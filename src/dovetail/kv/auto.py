@@ -7,18 +7,16 @@ watched at a time. Whether its time is there is looked at when the next transfer
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
-from typing import Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, Protocol
 
 from dovetail.hw.gpu.device import Device
 from dovetail.kv import costs as measured
 from dovetail.kv import staging
 from dovetail.kv.choose import VECTOR_BYTES, Choice, Costs, Path, Shape, estimate, is_aligned
 from dovetail.kv.learn import Learner, Request
-from dovetail.kv.planner import Direction, Table
+from dovetail.kv.planner import Direction, Form, Table
 
 _MOST_SHAPES = 4096  # whose estimates are kept
 
@@ -59,9 +57,9 @@ class Auto:
     ) -> tuple[Choice, Request | None]:
         """The path, and what learns from the transfer: nothing if others are under way (not `is_clear`)."""
         is_timed = self._learn and is_clear and table.size_bytes > 0
-        request = self._request(direction, table, beside, self._can())
+        request = self._request(direction, table, beside, self._able)
         if Path.STAGED in request.near() and not self._can_stage(table):
-            request = self._request(direction, table, beside, self._can() - {Path.STAGED})
+            request = self._request(direction, table, beside, self._able - {Path.STAGED})
         return request.choose(is_timed=is_timed), request if is_timed else None
 
     def watch(self, transfer: Timed, request: Request) -> None:
@@ -83,10 +81,11 @@ class Auto:
     def leave_out(self, path: Path) -> None:
         """It is not taken any more."""
         self._paths -= {path}
+        vars(self).pop("_able", None)  # to be found anew
 
     def _request(self, direction: Direction, table: Table, beside: bool, paths: frozenset[Path]) -> Request:
         """A shape that was seen before is estimated once."""
-        key = (direction, beside, table.size_bytes, int(table.rows.sum()), paths)
+        key = (direction, beside, table.size_bytes, table.num_rows, paths)
         found = self._requests.get(key)
         if found is None:
             if self._costs is None:
@@ -98,7 +97,8 @@ class Auto:
             found = self._requests[key] = self._learner.request(direction, beside, shape, paths, known)
         return found
 
-    def _can(self) -> frozenset[Path]:
+    @functools.cached_property
+    def _able(self) -> frozenset[Path]:
         """The paths that may be taken here."""
         caps = self._device.caps
         paths = self._paths if caps.batched_copy else self._paths - {Path.DMA_BATCH}
@@ -107,13 +107,10 @@ class Auto:
 
     def _can_stage(self, table: Table) -> bool:
         """Can the kernel move these rows, and do any of them gain by it?"""
-        half = staging.CHUNK_BYTES // 2
-        # Mostly the first copy says so, in a tenth of the time.
-        gains = len(table) and table.rows[0] > 1 and table.host_pitch[0] == table.width[0] <= half
-        return bool(gains or gains_by_staging(table, staging.CHUNK_BYTES).any()) and is_aligned(table)
+        gains = gains_by_staging(table.form or table, staging.CHUNK_BYTES)
+        return bool(gains if table.form else gains.any()) and is_aligned(table)
 
 
-def gains_by_staging(table: Table, chunk_bytes: int) -> NDArray[np.bool_]:
-    """Which copies do: those of rows that are contiguous on the host only, several to a chunk."""
-    found: NDArray[np.bool_] = (table.rows > 1) & (table.host_pitch == table.width) & (table.width <= chunk_bytes // 2)
-    return found
+def gains_by_staging(of: Table | Form, chunk_bytes: int) -> Any:
+    """Which copies of a table do, or if those of a form do: rows contiguous on the host only, several to a chunk."""
+    return (of.rows > 1) & (of.host_pitch == of.width) & (of.width <= chunk_bytes // 2)

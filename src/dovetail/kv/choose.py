@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
@@ -93,7 +93,7 @@ class Samples:
             return 0.0
         near = sorted([(distance, self._per_byte[n]) for distance, n in self._places.near(shape)])[:_NEAREST]
         weights = [1 / (distance + _CLOSE) for distance, _ in near]
-        mean = sum(w * per_byte for w, (_, per_byte) in zip(weights, near, strict=True)) / sum(weights)
+        mean = sum([w * per_byte for w, (_, per_byte) in zip(weights, near, strict=True)]) / sum(weights)
         return math.exp(mean) * shape.size_bytes
 
     def __eq__(self, other: object) -> bool:
@@ -125,7 +125,7 @@ class Choice:
 
     path: Path
     entries_per_call: int  #: of a batch
-    why: Callable[[], str]  #: gives the reason: copies need not wait until it is put into words
+    why: Callable[[], str] = field(compare=False)  #: gives the reason: copies need not wait for its words
 
     @functools.cached_property
     def reason(self) -> str:
@@ -157,7 +157,8 @@ def estimate(
         beside: does computation run at the same time? Where nothing was measured so, the other figures serve.
         paths: those that can run here.
     """
-    times, why = {Path.DMA_2D: 0.0}, _nothing_else
+    times: dict[Path, float] = {Path.DMA_2D: 0.0}
+    why: Callable[[], str] = _nothing_else
     for state in (beside, not beside):  # what was measured in the other state is better than nothing
         found = {
             path: costs.samples[direction, state, path].time_us(shape)
@@ -193,7 +194,7 @@ def choose(
 
 def is_aligned(table: Table) -> bool:
     """Can a kernel move the strided copies of a table?"""
-    bits = table.device | table.width | table.device_pitch
-    if not np.bitwise_or.reduce(bits) % VECTOR_BYTES:
+    if table.form and not table.form.unit_bytes % VECTOR_BYTES:
         return True
+    bits = table.device | table.width | table.device_pitch
     return not (bits[table.rows > 1] % np.int64(VECTOR_BYTES)).any()

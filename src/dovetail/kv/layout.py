@@ -79,7 +79,7 @@ class Group:
         """Rows of a block."""
         return len(self.bases)
 
-    @property
+    @functools.cached_property
     def block_bytes(self) -> int:
         """Bytes that a block of this group takes in a slot."""
         return int(self.places.max()) + self.row_bytes
@@ -144,7 +144,7 @@ class Layout:
                 found += self.groups[group].runs_between(int(rows[0]), int(rows[-1]) + 1)
         return tuple(found)
 
-    @property
+    @functools.cached_property
     def slot_bytes(self) -> int:
         """Bytes of a block, over all groups: what it takes on the host."""
         return max(offset + g.block_bytes for offset, g in zip(self.slot_offsets, self.groups, strict=True))

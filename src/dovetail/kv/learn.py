@@ -10,10 +10,10 @@ length and of about the same size.
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dovetail.kv.choose import CANDIDATES, Choice, Estimate, Path, Shape, shown
@@ -45,7 +45,10 @@ class Learner:
         """
         row, size = math.log2(max(shape.row_bytes, 1)), math.log2(max(shape.size_bytes, 1))
         key = (direction, beside, round(row), round(2 * size), frozenset(paths))
-        return Request(known, self._alike.setdefault(key, Alike()))
+        alike = self._alike.get(key)
+        if alike is None:
+            alike = self._alike[key] = Alike()
+        return Request(known, alike)
 
 
 class Request:
@@ -53,6 +56,7 @@ class Request:
 
     def __init__(self, known: Estimate, alike: Alike) -> None:
         self._known, self._alike = known, alike
+        self._least_us = min(known.times_us.values())
         self._version = -1  # of the figures that the next three were made of
         self._near: list[Path] = []
         self._best_us = 0.0
@@ -64,13 +68,13 @@ class Request:
             self._version, believed = self._alike.version, self.believed()
             times, self._choice = believed.times_us, believed.choice()
             self._best_us = times[self._choice.path]
-            self._near = sorted(filter(self._is_near, times), key=lambda path: times[path])
+            self._near = sorted(filter(self._is_near, times), key=times.__getitem__)
         return self._near
 
     def _is_near(self, path: Path) -> bool:
         """By figures of one origin where there are such: another GPU may be faster at all paths."""
         before, here = self._known.times_us, self._alike.seen[path].per_byte
-        if not here and before[path] <= REACH * min(before.values()):
+        if not here and before[path] <= REACH * self._least_us:
             return True
         return (here * self._known.size_bytes or before[path]) <= REACH * self._best_us
 
@@ -80,7 +84,8 @@ class Request:
         path = self._alike.next(near) if is_timed else near[0]
         if path is near[0]:
             return self._choice
-        return dataclasses.replace(self._choice, path=path, reason=f"tried: {self._choice.reason}")
+        best = self._choice
+        return Choice(path=path, entries_per_call=best.entries_per_call, why=lambda: f"tried: {best.reason}")
 
     def note(self, path: Path, time_us: float) -> None:
         """What a transfer took that nothing disturbed."""
@@ -93,11 +98,18 @@ class Request:
         here = {path: seen[path].per_byte * known.size_bytes for path in known.times_us if seen[path].per_byte}
         if not here:
             return known
-        number = sum(len(seen[path].recent) for path in here)
-        reason = f"measured here: {shown(here)} ({number} transfers)"
-        if others := {path: time_us for path, time_us in known.times_us.items() if path not in here}:
-            reason += f"; estimated: {shown(others)}"
-        return dataclasses.replace(known, times_us={**known.times_us, **here}, reason=reason)
+        number = sum([len(seen[path].recent) for path in here])
+        return Estimate(
+            size_bytes=known.size_bytes, times_us={**known.times_us, **here}, entries_per_call=known.entries_per_call,
+            why=functools.partial(_measured, here, number, known.times_us),
+        )  # fmt: skip
+
+
+def _measured(here: Mapping[Path, float], number: int, known: Mapping[Path, float]) -> str:
+    reason = f"measured here: {shown(here)} ({number} transfers)"
+    if others := {path: time_us for path, time_us in known.items() if path not in here}:
+        reason += f"; estimated: {shown(others)}"
+    return reason
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ last byte. Submitting returns at once: the engines work while Python issues the 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import time
@@ -118,7 +119,6 @@ class GpuMover:
         direction, path = Direction(direction), Path(path)
         if self._closed:
             raise ValueError("the mover is closed")
-        choice = Choice(path=path, entries_per_call=entries_per_call or self._entries, reason="asked for")
         self._device.enter()
         self._auto.look(direction)
         request: Request | None = None  # that learns from this one
@@ -126,6 +126,8 @@ class GpuMover:
             if beside is None:
                 beside = not after or not all(map(self._driver.stream_done, after))
             choice, request = self._choice(direction, table, beside)
+        else:
+            choice = _asked_for(path, entries_per_call or self._entries)
         stream = self._streams[direction][0]
         for other in after:
             self._device.order(other, stream)
@@ -176,7 +178,7 @@ class GpuMover:
 
     def _choice(self, direction: Direction, table: Table, beside: bool) -> tuple[Choice, Request | None]:
         """The path that `auto` takes, and who learns from it."""
-        is_clear = all(transfer.is_over() for transfer in self._last.values())
+        is_clear = all(map(GpuTransfer.is_over, self._last.values()))
         choice, request = self._auto.choose(direction, table, beside=beside, is_clear=is_clear)
         if choice.path is Path.STAGED:
             try:
@@ -210,9 +212,8 @@ class GpuMover:
         for other in streams[1:]:
             self._device.order(stream, other)
         copy = self._driver.copy_rows
-        where = itertools.cycle(streams)
-        for d, d_pitch, s, s_pitch, width, rows in zip(*columns, strict=True):
-            copy(d, d_pitch, s, s_pitch, width, rows, next(where))
+        for d, d_pitch, s, s_pitch, width, rows, where in zip(*columns, itertools.cycle(streams), strict=False):
+            copy(d, d_pitch, s, s_pitch, width, rows, where)
         for other in streams[1:]:
             self._device.order(other, stream)
 
@@ -225,11 +226,12 @@ class GpuMover:
     def _staged(self, direction: Direction, table: Table, stream: int) -> int:
         """Rows through staging memory, all else directly; returns the stream that ends last."""
         through = self._through(direction)
-        fits = gains_by_staging(table, through.chunk_bytes)
-        if not fits.all():
+        fits = gains_by_staging(table.form or table, through.chunk_bytes)
+        if not (fits if table.form else fits.all()):
+            others = ~np.broadcast_to(fits, len(table))
             self._behind_last(direction, stream)
-            self._strided(direction, table.where(~fits), stream)
-            table = table.where(fits)
+            self._strided(direction, table.where(others), stream)
+            table = table.where(~others)
         last = stream
         for mine in table.split(through.chunk_bytes).by_shape():
             device, host = self._cache + mine.device, self._pieces[mine.piece] + mine.host
@@ -285,6 +287,11 @@ class GpuMover:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@functools.lru_cache(maxsize=64)
+def _asked_for(path: Path, entries_per_call: int) -> Choice:
+    return Choice(path=path, entries_per_call=entries_per_call, why=lambda: "asked for")
 
 
 class GpuTransfer:

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,6 +56,16 @@ class Pieces:
         return min(self.slots_per_piece, self.num_slots - piece * self.slots_per_piece) * self.slot_bytes
 
 
+class Form(NamedTuple):
+    """What copies have in common, wherever they lie."""
+
+    width: int
+    rows: int
+    device_pitch: int
+    host_pitch: int
+    unit_bytes: int  #: a power of two: width, and offsets and pitch on the device, are multiples of it
+
+
 @dataclass(frozen=True, eq=False)
 class Table:
     """Strided copies as columns: `rows` rows of `width` bytes each."""
@@ -68,13 +78,32 @@ class Table:
     device_pitch: Ints
     host_pitch: Ints
 
+    @classmethod
+    def of_form(cls, form: Form, device: Ints, piece: Ints, host: Ints) -> Table:
+        """Copies that have the same form."""
+        number = len(device)
+        made = cls(device, piece, host, *(np.full(number, value) for value in form[:-1]))
+        # As if they had been asked for before.
+        made.__dict__.update(form=form, size_bytes=number * form.rows * form.width, num_rows=number * form.rows)
+        return made
+
     def __len__(self) -> int:
         return len(self.device)
+
+    @functools.cached_property
+    def form(self) -> Form | None:
+        """Of all copies, if it is known. It is of most requests, which are submitted sooner for it."""
+        return None
 
     @functools.cached_property
     def size_bytes(self) -> int:
         """Of all copies together."""
         return int(self.width @ self.rows)
+
+    @functools.cached_property
+    def num_rows(self) -> int:
+        """Of all copies together."""
+        return int(self.rows.sum())
 
     def where(self, which: NDArray[Any]) -> Table:
         """Some of the copies, by mask or by number."""
@@ -84,6 +113,8 @@ class Table:
         """The copies, those of as many rows of as many bytes together."""
         if not len(self):
             return []
+        if self.form:
+            return [self]
         shape = self.width * (int(self.rows.max()) + 1) + self.rows
         if (shape == shape[0]).all():
             return [self]
@@ -91,7 +122,8 @@ class Table:
 
     def split(self, most_bytes: int) -> Table:
         """The same bytes in copies of at most `most_bytes`, cut between rows; a single row is never cut."""
-        if int((self.rows * self.width).max(initial=0)) <= most_bytes:
+        largest = self.form.rows * self.form.width if self.form else int((self.rows * self.width).max(initial=0))
+        if largest <= most_bytes:
             return self
         most = np.maximum(most_bytes // np.maximum(self.width, 1), 1)
         parts = -(-self.rows // most)
@@ -141,22 +173,25 @@ def layer_tables(
 
 def _where(direction: Direction, layout: Layout, blocks: Any, slots: Any, pieces: Pieces) -> _Where:
     device, host = _checked(direction, layout, blocks, slots, pieces)
-    order = np.argsort(host, kind="stable")  # runs are found along the slots
+    order = host.argsort(kind="stable")  # runs are found along the slots
     device, host = device[order], host[order]
-    piece, at = host // pieces.slots_per_piece, host % pieces.slots_per_piece * pieces.slot_bytes
-    follows = (np.diff(host) == 1) & (np.diff(device) == 1) & (np.diff(piece) == 0)
-    first = np.flatnonzero(np.concatenate([[True], ~follows])) if len(host) else np.zeros(0, np.int64)
-    return _Where(device, piece, at, first, np.diff(np.append(first, len(host))))
+    piece, place = np.divmod(host, pieces.slots_per_piece)
+    begins = np.ones(len(host), bool)
+    begins[1:] = (host[1:] - host[:-1] != 1) | (device[1:] - device[:-1] != 1) | (piece[1:] != piece[:-1])
+    (first,) = begins.nonzero()
+    ends = np.concatenate((first, [len(host)]))
+    return _Where(device, piece, place * pieces.slot_bytes, first, ends[1:] - ends[:-1])
 
 
 def _table(layout: Layout, runs: Sequence[Sequence[RowRun]], where: _Where, pieces: Pieces) -> Table:
-    parts = []
+    parts: list[Table] = []
     for group, offset, mine in zip(layout.groups, layout.slot_offsets, runs, strict=True):
         for run in mine:
-            there = dataclasses.replace(where, host=where.host + offset + int(group.places[run.first]))
-            parts += _copies(group, run, there, pieces.slot_bytes)
-    parts = parts or [(np.zeros(0, np.int64),) * len(dataclasses.fields(Table))]
-    return Table(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+            parts += _copies(group, run, where, offset + int(group.places[run.first]), pieces.slot_bytes)
+    if len(parts) == 1:
+        return parts[0]
+    columns = [[getattr(part, column.name) for part in parts] for column in dataclasses.fields(Table)]
+    return Table(*(np.concatenate(column) if column else np.zeros(0, np.int64) for column in columns))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,41 +205,37 @@ class _Where:
     count: Ints
 
 
-_Columns = tuple[Ints, ...]
-
-
-def _copies(group: Group, run: RowRun, where: _Where, slot_bytes: int) -> list[_Columns]:
-    """The copies of one run of rows, for all blocks."""
-    base = int(group.bases[run.first])
-    width, rows = group.row_bytes, run.count
-    if run.pitch == run.host_pitch == width:  # the rows of a block are contiguous on both sides: one wide row
+def _copies(group: Group, run: RowRun, where: _Where, offset: int, slot_bytes: int) -> list[Table]:
+    """The copies of one run of rows, which begins at `offset` in a slot, for all blocks."""
+    base, width, rows = int(group.bases[run.first]), group.row_bytes, run.count
+    pitch, host_pitch = run.pitch, run.host_pitch
+    if pitch == host_pitch == width:  # the rows of a block are contiguous on both sides: one wide row
         width, rows = width * rows, 1
-    along = where.count > rows if rows > 1 else np.ones(len(where.count), bool)
+        pitch = host_pitch = width
+    begins = where.device * run.stride + base, where.piece, where.host + offset
     found = []
-    if along.any():  # down the blocks of a stretch, a copy for each row
-        k = np.repeat(where.first[along], rows)
-        row = np.tile(np.arange(rows), int(along.sum()))
-        device = base + where.device[k] * run.stride + row * run.pitch
-        blocks = np.repeat(where.count[along], rows)
-        host = where.host[k] + row * run.host_pitch
-        found.append(_columns(device, where.piece[k], host, width, blocks, run.stride, slot_bytes))
-    if not along.all():  # down the rows of a block, a copy for each block
-        inside = np.repeat(~along, where.count)
-        device = base + where.device[inside] * run.stride
-        found.append(_columns(device, where.piece[inside], where.host[inside], width, rows, run.pitch, run.host_pitch))
+    if len(where.first) < len(where.device):  # some blocks follow others
+        along = (where.count > rows) | (rows == 1)
+        if along.any():  # down the blocks of a stretch, a copy for each row
+            k = np.repeat(where.first[along], rows)
+            row = np.tile(np.arange(rows), int(along.sum()))
+            device, piece, host = (column[k] for column in begins)
+            begin = device + row * pitch, piece, host + row * host_pitch
+            found.append(_wide(*begin, width, np.repeat(where.count[along], rows), run.stride, slot_bytes))
+        others = np.repeat(~along, where.count)
+        begins = begins[0][others], begins[1][others], begins[2][others]
+    if len(begins[0]):  # down the rows of a block, a copy for each block
+        bits = base | run.stride | pitch | width
+        found.append(Table.of_form(Form(width, rows, pitch, host_pitch, bits & -bits), *begins))
     return found
 
 
-def _columns(device: Ints, piece: Ints, host: Ints, width: int, rows: Any, pitch: int, host_pitch: int) -> _Columns:
+def _wide(device: Ints, piece: Ints, host: Ints, width: int, rows: Ints, pitch: int, host_pitch: int) -> Table:
     """A copy whose rows are contiguous on both sides is one wide row."""
-    shape = device.shape
-    rows = np.broadcast_to(np.asarray(rows, np.int64), shape)
     whole = (rows == 1) | ((pitch == width) & (host_pitch == width))
     wide = np.where(whole, width * rows, width)
-    return (
-        device, piece, host, wide, np.where(whole, 1, rows),
-        np.where(whole, wide, pitch), np.where(whole, wide, host_pitch),
-    )  # fmt: skip
+    pitches = np.where(whole, wide, pitch), np.where(whole, wide, host_pitch)
+    return Table(device, piece, host, wide, np.where(whole, 1, rows), *pitches)
 
 
 def as_plan(direction: Direction, layout: Layout, copies: Table, pieces: Pieces) -> Plan:
@@ -254,10 +285,11 @@ def _checked(direction: Direction, layout: Layout, blocks: Any, slots: Any, piec
             f"a slot of the pool has {pieces.slot_bytes} bytes, a block of layout {layout.name} {layout.slot_bytes}"
         )
     written, what = (device, "block") if direction is Direction.FETCH else (host, "slot")
-    times = np.bincount(written)
-    if (times > 1).any():
-        twice = int(np.argmax(times > 1))
-        raise ValueError(f"{direction}: {what} {twice} is named twice: it can't be written twice at once")
+    ordered = np.sort(written)
+    twice = ordered[1:] == ordered[:-1]
+    if twice.any():
+        first = int(ordered[1:][twice][0])
+        raise ValueError(f"{direction}: {what} {first} is named twice: it can't be written twice at once")
     return device, host
 
 
@@ -266,7 +298,7 @@ def _ids(name: str, ids: Sequence[int] | Ints, limit: int) -> Ints:
     if found.size and found.dtype.kind not in "iu":
         raise ValueError(f"{name} must be whole numbers, not {found.dtype}")
     found = found.astype(np.int64).reshape(-1)
-    if found.size and (found.min() < 0 or found.max() >= limit):
+    if found.size and int(found.view(np.uint64).max()) >= limit:  # below 0 is far beyond it
         bad = int(found[(found < 0) | (found >= limit)][0])
         raise ValueError(f"{name}: {bad} is out of range; there are 0..{limit - 1}")
     return found

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -98,8 +99,14 @@ class Staging:
             made.callback(self._driver.stream_destroy, self._ends)
             self._events = [device.take_event() for _ in range(num_chunks)]  # by place: behind its copies
             self._made = made.pop_all()
+        # Each table begins with the chunks that are ready (all, for a store), and each program's next tile and count.
+        self._head = np.zeros(1 + 2 * self.programs, np.int64)
+        self._head[0] = 0 if direction is Direction.FETCH else num_chunks
+        self._head[1 : 1 + self.programs] = np.arange(self.programs)
+        self._word = np.zeros(1, WORD)
         self._emptied: dict[int, tuple[_Table, int]] = {}  # of a fetch, by place: the word that says so, and its table
         self._tables: list[_Table] = []
+        self._reserved: _Table | None = None  # for the next run
         self._lost: list[_Table] = []  # of runs that failed half way: nobody can tell when they are free
 
     def run(
@@ -119,39 +126,35 @@ class Staging:
         size = num_rows * row_bytes
         if size > self.chunk_bytes:
             raise ValueError(f"a copy of {size} bytes does not fit into a chunk of {self.chunk_bytes}")
-        if ((device | pitch | row_bytes) % VECTOR_BYTES).any():
+        if (np.bitwise_or.reduce(device | pitch) | row_bytes) % VECTOR_BYTES:
             raise NotSupported(f"the path staged moves whole {VECTOR_BYTES} bytes; use dma-2d for these rows")
         fetch = self._direction is Direction.FETCH
         per_chunk = self._per_chunk(len(device), size)
-        firsts = range(0, len(device), per_chunk)
-        table = self._table(device, pitch, len(firsts))
+        num_chunks = -(-len(device) // per_chunk)
+        table = self._table(device, pitch, num_chunks)
         half = Half(
             direction=self._direction, words=table.there, staging=self._memory, num_copies=len(device),
             num_rows=num_rows, row_bytes=row_bytes, per_chunk=per_chunk, chunk_bytes=self.chunk_bytes,
             num_chunks=self.num_chunks, programs=self.programs,
         )  # fmt: skip
-        places = np.stack([host, piece])
-        parts = [places[:, first : first + per_chunk] for first in firsts]
         try:
             self._driver.copy(table.there, table.here.address, table.size_bytes, stream)
             self._device.order(stream, self._kernels)  # a launch of a store may fill all chunks: all are empty by then
+            parts = self._contiguous(host, piece, size, per_chunk)
             if fetch:
                 self._fetch(half, parts, table, stream)
             else:
                 for n, part in enumerate(parts):
                     self._store(half, n, part, stream)
-            return self._end(table, half, len(firsts), stream)
+            return self._end(table, half, num_chunks, stream)
         except BaseException:
             self._lost.append(table)
             raise
 
     def _table(self, device: Ints, pitch: Ints, num_chunks: int) -> _Table:
         """What the kernel reads and counts."""
-        ready = 0 if self._direction is Direction.FETCH else self.num_chunks
-        programs = np.arange(self.programs)
-        numbers = np.concatenate([[ready], programs, 0 * programs, device, pitch, np.zeros(num_chunks, np.int64)])
-        table = self._take(len(numbers))
-        table.fill(numbers)
+        table = self._take(len(self._head) + 2 * len(device) + num_chunks)
+        table.fill(self._head, device, pitch, np.zeros(num_chunks, np.int64))
         return table
 
     def _end(self, table: _Table, half: Half, num_chunks: int, stream: int) -> int:
@@ -185,40 +188,49 @@ class Staging:
                 self._launch(half, self._kernels)
                 self._emptied[place] = (table, half.done(m))
 
-    def _bring(self, half: Half, n: int, host: Ints, stream: int) -> None:
+    def _bring(self, half: Half, n: int, copies: Ints, stream: int) -> None:
         place = n % self.num_chunks
         if place in self._emptied:
             self._words(WAIT, self._emptied[place][1], self.programs, stream)
-        for to, of, length in self._contiguous(place, host, half.size_bytes):
+        for to, of, length in copies.tolist():
             self._driver.copy(to, of, length, stream)
         self._words(WRITE, half.words, n + 1, stream)
         self._driver.event_record(self._events[place], stream)
 
-    def _store(self, half: Half, n: int, host: Ints, stream: int) -> None:
+    def _store(self, half: Half, n: int, copies: Ints, stream: int) -> None:
         place = n % self.num_chunks
         if n >= self.num_chunks:  # not before there is something to do for it
             self._driver.stream_wait_event(self._kernels, self._events[place])
         self._launch(half, self._kernels)
         self._words(WAIT, half.done(n), self.programs, stream)
-        for of, to, length in self._contiguous(place, host, half.size_bytes):
+        for of, to, length in copies.tolist():
             self._driver.copy(to, of, length, stream)
         self._words(WRITE, half.words, self.num_chunks + n + 1, stream)
         self._driver.event_record(self._events[place], stream)
 
-    def _contiguous(self, chunk: int, host: Ints, size: int) -> list[tuple[int, int, int]]:
-        """(address in the chunk, host address, bytes), neighbours in a piece as one; `host`: addresses and pieces."""
-        address, piece = host
-        apart = (np.diff(address) != size) | (np.diff(piece) != 0)
-        first = np.flatnonzero(np.append(True, apart))
-        count = np.diff(np.append(first, len(address)))
-        staged = self._memory + chunk * self.chunk_bytes + first * size
-        return list(zip(staged.tolist(), address[first].tolist(), (count * size).tolist(), strict=True))
+    def _contiguous(self, host: Ints, piece: Ints, size: int, per_chunk: int) -> list[Ints]:
+        """Of each chunk rows of (address in it, host address, bytes), neighbours in a piece as one."""
+        begins = np.ones(len(host), bool)
+        begins[1:] = (host[1:] - host[:-1] != size) | (piece[1:] != piece[:-1])
+        begins[::per_chunk] = True
+        (first,) = begins.nonzero()
+        ends = np.concatenate((first[1:], [len(host)]))
+        chunk, inside = np.divmod(first, per_chunk)
+        staged = self._memory + chunk % self.num_chunks * self.chunk_bytes + inside * size
+        found = np.stack((staged, host[first], (ends - first) * size), axis=1)
+        cuts = [*(inside == 0).nonzero()[0].tolist(), len(first)]
+        return [found[a:b] for a, b in itertools.pairwise(cuts)]
 
     def _words(self, kind: int, address: int, value: int, stream: int) -> None:
-        self._driver.stream_words(np.array([(kind, address, value)], WORD), stream)
+        self._word[0] = kind, address, value
+        self._driver.stream_words(self._word, stream)
 
     def _take(self, num_words: int) -> _Table:
-        """A table that nobody uses any more, or a new one."""
+        """The table that is reserved, another one that nobody uses any more, or a new one."""
+        reserved = self._reserved
+        if reserved and reserved.num_words >= num_words:
+            self._reserved = None
+            return reserved
         for n, table in enumerate(self._tables):
             if table.num_words >= num_words and (table.is_new or all(map(self._driver.event_done, table.ends))):
                 # Its chunks are empty, and its words are about to mean something else.
@@ -228,7 +240,10 @@ class Staging:
 
     def reserve(self, num_copies: int) -> None:
         """Takes what a run of so many copies needs, so that it can't fail for want of memory."""
-        self._tables.append(self._take(1 + 2 * self.programs + 3 * num_copies))
+        table = self._take(len(self._head) + 3 * num_copies)
+        if self._reserved:  # too small
+            self._tables.append(self._reserved)
+        self._reserved = table
 
     def is_idle(self) -> bool:
         """True if its streams have nothing left to do."""
@@ -241,12 +256,12 @@ class Staging:
             if time.monotonic() > deadline:
                 raise Timeout(f"staged copies were under way for {timeout_s:g} s; their memory is kept")
             time.sleep(_PAUSE_S)
-        for table in [*self._tables, *self._lost]:
+        for table in filter(None, [*self._tables, *self._lost, self._reserved]):
             table.close()
         for event in self._events:
             self._device.give_event(event)
         self._made.close()
-        self._tables, self._lost, self._events, self._emptied = [], [], [], {}
+        self._tables, self._lost, self._events, self._emptied, self._reserved = [], [], [], {}, None
 
 
 class _Table:
@@ -265,9 +280,13 @@ class _Table:
         self.size_bytes = 0
         self._device = device
 
-    def fill(self, numbers: Ints) -> None:
-        self.size_bytes = len(numbers) * _WORD_BYTES
-        self.here.array[: self.size_bytes] = numbers.astype(np.int64).view(np.uint8)
+    def fill(self, *columns: Ints) -> None:
+        """With these numbers, one column behind the other."""
+        begin, numbers = 0, self.here.array.view(np.int64)
+        for column in columns:
+            numbers[begin : begin + len(column)] = column
+            begin += len(column)
+        self.size_bytes = begin * _WORD_BYTES
 
     def close(self) -> None:
         self.here.close()

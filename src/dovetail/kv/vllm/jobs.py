@@ -93,7 +93,10 @@ class Caches:
                 if direction is Direction.FETCH:
                     mine &= blocks != NULL_BLOCK
                 part = table(direction, layout, blocks[mine], ordinals[mine] // self._blocks_per_slot, pieces)
-                parts.append(dataclasses.replace(part, device=part.device + begin - self.base))
+                moved = begin - self.base
+                parts.append(dataclasses.replace(part, device=part.device + moved) if moved else part)
+        if len(parts) == 1:
+            return parts[0]
         columns = ([getattr(part, field.name) for part in parts] for field in dataclasses.fields(Table))
         return Table(*(np.concatenate(column) for column in columns))
 
