@@ -20,7 +20,7 @@ from dovetail.hw.gpu.driver import WAIT, WORD, WRITE
 from dovetail.hw.gpu.heap import Heap
 from dovetail.hw.gpu.words import VALUE_BITS
 from dovetail.ops.gpu import launch
-from dovetail.ops.gpu.decomposed import Chunked, How, Unfused
+from dovetail.ops.gpu.decomposed import Chunked, How, Unfused, kernel_rows
 from dovetail.ops.gpu.dma import DmaEmbedding, DmaGemm, Flags, SlicedRun, embedding_exchange, gemm_exchange
 from dovetail.ops.gpu.exchange import Buffers, Exchange, Layout, Pace, slice_rows_of
 from dovetail.ops.gpu.launch import Head, head_tiles, resident, waves
@@ -383,7 +383,7 @@ class InStream:
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
-@pytest.mark.parametrize("form", ["unfused", *How])
+@pytest.mark.parametrize("form", ["unfused", "unfused in slices", *How])
 @SHAPES
 def test_the_rivals_move_the_same(
     control: Control, device: Device, heaps: dict[str, Heap], exchange: Exchange, form: str, lanes: int
@@ -391,7 +391,12 @@ def test_the_rivals_move_the_same(
     control.set(DELAY_US=200)
     buffers, stream = buffers_of(exchange, heaps), device.driver.stream_create()
     rows = InStream(device, buffers, heaps, stream)
-    made = Unfused(device, buffers) if form == "unfused" else Chunked(device, buffers, 2, how=form, lanes=lanes)
+    made: Unfused | Chunked
+    if form.startswith("unfused"):
+        made = Unfused(device, buffers, lanes=lanes, slice_rows=2 if form != "unfused" else None)
+        check(passes.entry(made.plan))
+    else:
+        made = Chunked(device, buffers, 2, how=form, lanes=lanes)
     for seed in range(4):
         rows.fresh(seed)
         spoil(buffers)
@@ -404,6 +409,42 @@ def test_the_rivals_move_the_same(
     made.close()
     made.close()
     device.driver.stream_destroy(stream)
+
+
+def test_whole_rows_take_lanes_in_turn() -> None:
+    """One copy for each peer and direction, or one for each slice; the same bytes in every form."""
+    moved = []
+    for how in ({}, {"lanes": 2}, {"slice_rows": 2}, {"lanes": 2, "slice_rows": 2}):
+        plan = GEMM.whole(**how)
+        queues = {q.engine: int((q.steps["op"] == Op.COPY).sum()) for q in plan.queues if q.rank == 0}
+        moved.append(queues)
+        steps = np.concatenate([q.steps[q.steps["op"] == Op.COPY] for q in plan.queues])
+        assert sorted(steps["length"].tolist()) == (
+            sorted(n * 16 for n in (3, 9, 2, 7, 4)) if "slice_rows" not in how
+            else sorted(n * 16 for n in (2, 1, 2, 2, 2, 2, 1, 2, 2, 2, 2, 1, 2, 2))
+        )  # fmt: skip
+    assert moved == [{0: 2, 1: 3}, {0: 1, 1: 2, 2: 1, 3: 1}, {0: 7, 1: 7}, {0: 4, 1: 4, 2: 3, 3: 3}]
+
+
+def test_a_kernel_is_launched_for_each_slice() -> None:
+    """With tables that hold the tiles of one slice only, whose number is 0."""
+    tiles = row_tiles((5, 3, 4), 0, 2, slice_rows=3)
+    y = torch.zeros(12, 2)
+    seen = []
+
+    def make(part: RowTiles) -> Callable[[], None]:
+        assert part.slice_tiles.tolist() == [len(part.tiles)]
+        assert set(part.tiles[:, 4]) == {0}
+        assert part.segments.tolist() == [[part.slices[0, 2], 0, len(part.tiles)]]
+        return lambda: seen.append(part.tiles[:, :2].tolist())
+
+    compute = kernel_rows(tiles, make, y)
+    for first, end in tiles.slices[:, :2].tolist():
+        rows = compute(first, end)
+        assert rows.data_ptr() == y[first:].data_ptr()
+        assert len(rows) == end - first
+        assert [n for a, b in seen[-1] for n in range(a, b)] == list(range(first, end))
+    assert tiles.slice_tiles.tolist() == [2, 2, 1, 2, 1]  # the table itself is as it was
 
 
 def test_a_chunk_needs_its_event(device: Device, heaps: dict[str, Heap], monkeypatch: Any) -> None:

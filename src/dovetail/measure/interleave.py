@@ -7,6 +7,7 @@ schedule, and `start`, which the caller gives, makes the ranks begin each call t
 from __future__ import annotations
 
 import gc
+import random
 import time
 from collections.abc import Callable, Sequence
 
@@ -31,6 +32,26 @@ def orders(num_contenders: int) -> list[tuple[int, ...]]:
     if num_contenders % 2 and num_contenders > 1:
         square += [order[::-1] for order in square]
     return square
+
+
+def some_orders(num_contenders: int, rounds: int, seed: int | str = 0) -> list[tuple[int, ...]]:
+    """As many of `orders` as there are rounds, spread over all of them, in a shuffled order that `seed` settles.
+
+    The first few of the design would have some contenders early in each. Where there are more rounds than orders, all
+    are taken, again and again.
+
+    >>> sorted(some_orders(2, 4))
+    [(0, 1), (0, 1), (1, 0), (1, 0)]
+    """
+    square, chance = orders(num_contenders), random.Random(seed)
+    found: list[tuple[int, ...]] = []
+    while len(found) < rounds:
+        number = min(len(square), rounds - len(found))
+        cuts = [len(square) * n // number for n in range(number + 1)]
+        some = [square[chance.randrange(cuts[n], cuts[n + 1])] for n in range(number)]
+        chance.shuffle(some)
+        found += some
+    return found
 
 
 def schedule(iterations: Sequence[int]) -> list[int]:

@@ -14,6 +14,7 @@ SIZES = (16 << 20, 200 << 20)
 """Bytes that leave the GPU, and as many that come to it."""
 TILE_ROWS = 128
 FEWEST_CHECKS = 20
+_FEWEST_UNEVEN = 3  # ranks
 
 
 class Op(StrEnum):
@@ -52,8 +53,10 @@ class Shape:
         """
         tile = TILE_ROWS if self.op is Op.GEMM else 8
         share = max(1, round(self.size_bytes / (ranks - 1) / row_bytes / tile)) * tile
-        if self.split is Split.EQUAL or ranks < 3:
+        if self.split is Split.EQUAL:
             return (share,) * ranks
+        if ranks < _FEWEST_UNEVEN:
+            raise ValueError(f"{self.name}: rows can't be shared out unevenly with {ranks - 1} peer")
         more = share // 2 - 3
         return (share, share + more, *[share] * (ranks - 3), share - more)
 
@@ -66,11 +69,13 @@ class Spec:
     ranks: int = 4
     """The GPU and its peers in host memory."""
     slices: tuple[tuple[int, tuple[int, ...]], ...] = ((64 << 20, (6, 12, 24, 48)), (0, (3, 4, 6, 8, 12)))
-    """Slices of all that leaves, tried with the `dma` transport: the first whose bytes the communication reaches."""
+    """Slices of all that leaves, tried with every form: those of the first whose bytes the communication reaches."""
     least_slice_bytes: int = 1 << 19
     """Numbers that would make smaller ones are not tried."""
     chunks: tuple[int, ...] = (3, 6, 12, 24)
-    """Chunks of all that leaves, tried with the decomposed form."""
+    """Chunks of all that leaves, tried with the decomposed forms beside the numbers of slices."""
+    rivals: int = 2
+    """Decomposed forms that are timed, of those by torch and of those by our kernel: the fastest of a pilot."""
     columns: tuple[tuple[int, int], ...] = ((64 << 20, 8192), (0, 4096))
     """N of a product: the first whose bytes the communication reaches."""
     tables: int = 16
@@ -86,11 +91,17 @@ class Spec:
     """Runs of the `dma` transport with new data and spoiled memory, before it is timed."""
 
     def __post_init__(self) -> None:
+        """With a single peer there is no uneven split: such shapes are dropped, they would be the equal ones again."""
         if self.ranks < 2:
             raise ValueError(f"there is a GPU and at least one peer, not {self.ranks} ranks")
+        if self.ranks < _FEWEST_UNEVEN and self.shapes:
+            equal = tuple(shape for shape in self.shapes if shape.split is Split.EQUAL)
+            if not equal:
+                raise ValueError(f"uneven splits take at least {_FEWEST_UNEVEN} ranks, not {self.ranks}")
+            object.__setattr__(self, "shapes", equal)
         slices = [number for _, numbers in self.slices for number in numbers]
-        if min((*slices, *self.chunks, self.checks, self.fewest_rounds), default=0) < 1:
-            raise ValueError("slices, chunks, checks and rounds are at least 1")
+        if min((*slices, *self.chunks, self.rivals, self.checks, self.fewest_rounds), default=0) < 1:
+            raise ValueError("slices, chunks, rivals, checks and rounds are at least 1")
         if not self.seconds > 0:
             raise ValueError(f"seconds is {self.seconds}; it must be above 0")
 
@@ -102,6 +113,14 @@ class Spec:
         """
         numbers = next(numbers for least, numbers in self.slices if size_bytes >= least)
         return tuple(n for n in numbers if size_bytes / n >= self.least_slice_bytes) or numbers[:1]
+
+    def chunks_of(self, size_bytes: int) -> tuple[int, ...]:
+        """Numbers of chunks for so many bytes: all that slices have, too.
+
+        >>> Spec(shapes=()).chunks_of(200 << 20)
+        (3, 6, 12, 24, 48)
+        """
+        return tuple(sorted({*self.chunks, *self.slices_of(size_bytes)}))
 
     def width(self, size_bytes: int) -> int:
         """N of the product whose communication is so large."""

@@ -1,12 +1,12 @@
-"""The two operators as the benchmark runs them: data, the computation by torch and by us, every form of it, the check.
+"""An operator at a shape as the benchmark runs it: every form of it, and the check of what it gave.
 
-Owns what is computed at a shape and whether it was right; times are the business of `gpu.py`. The computation of the
-unfused and decomposed forms is torch's; `unfused ours` is our kernel and then the collective, for a difference that is
-the fusion's alone.
+Owns how a form is made and whether it was right; what is computed is that of `operators.py`, which forms are worth
+timing that of `pilot.py`, times that of `clock.py`. Unfused and decomposed forms are there with torch's operator and
+with our kernel: the difference of the latter to the fused form is the fusion's alone.
 
 Embeddings arrive packed and are put side by side on the GPU, which is in the time of every form that communicates, also
-of the collective alone. Beside it stand a few forms whose copies put rows side by side (`strided`): the collective, the
-unfused ones, one decomposed and one fused, so that the best is compared with the best.
+of the collective alone. Every form can also be had with copies that put rows side by side (`strided`), so that the best
+is compared with the best.
 """
 
 from __future__ import annotations
@@ -14,44 +14,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from dovetail.bench.fused.rows import Kind
+from dovetail.bench.fused.rows import Kind, Role
 from dovetail.bench.fused.spec import TILE_ROWS, Op, Shape, Spec
 from dovetail.hw.gpu.device import Device
-from dovetail.ops.gpu.decomposed import Chunked, How, Rows, Unfused, bag_rows, gemm_rows
-from dovetail.ops.gpu.dma import LANES, WORDS_ON_DEVICE, DmaEmbedding, DmaGemm, embedding_exchange, gemm_exchange
+from dovetail.ops.gpu.decomposed import Chunked, How, Rows, Unfused
+from dovetail.ops.gpu.dma import LANES, WORDS_ON_DEVICE
 from dovetail.ops.gpu.exchange import GPU, Buffers, Exchange, Layout, slice_rows_of
-from dovetail.ops.gpu.launch import Head, PoolShape
-from dovetail.ops.gpu.tiles import LARGE, Blocks, Order
+from dovetail.ops.gpu.tiles import Order, RowTiles, row_tiles
 
 #: A forgotten flag ends a run soon: a kernel that is over raises no more.
 TIMEOUT_S = 20.0
 _POISON = 0xFF  # NaN in every float that is written with it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GemmTile(Blocks):
-    """A cut of a product, with a head or without."""
-
-    head: Head | None = None
-
-
-_PAIRS, _SQUARE, _NARROW = {"group": 2}, {"group": 4}, {"width": 128, "group": 4, "stages": 4}
-GEMM_TILES = tuple(
-    GemmTile(**asdict(LARGE) | cut, head=head)
-    for cuts, heads in (
-        (({}, _SQUARE, _NARROW), (None, Head())),
-        ((_PAIRS, _SQUARE), [Head(parts=parts, is_whole=True) for parts in (2, 3, 4, 5)]),
-    )
-    for cut in cuts for head in heads
-)  # fmt: skip
-#: Fewer programs leave more of the memory to copies; those that a multiprocessor can't hold are not launched.
-POOL_TILES = tuple(PoolShape(programs=number) for number in (8, 7, 6, 5))
 WORDS = {True: "device", False: "host"}  #: where flags lie, as a record names it
 
 
@@ -65,7 +44,53 @@ class Contender:
     setting: dict[str, Any]
     buffers: Buffers
     in_y: bool = True  #: it writes the GPU's rows to `y`
-    made: Any = None  #: the fused operator
+    role: Role = Role.COUNTS
+    made: Any = None  #: the operator of ours behind it, with its `kernel`; None: torch's, or none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """How the collective moves rows that are all there."""
+
+    layout: Layout
+    lanes: int = 1
+    slices: int = 0  #: of all that leaves; 0: one copy for each peer and direction
+
+    @property
+    def name(self) -> str:
+        """``24 slices 2 lanes strided``; packed rows and one lane are not named."""
+        cut = f"{self.slices} slices" if self.slices else "whole"
+        return cut + _lanes(self.lanes, 1) + _placed(self.layout)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A setting of the fused form."""
+
+    slices: int
+    tile: Any
+    layout: Layout
+    order: Order = Order.REMOTE
+    lanes: int = LANES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunks:
+    """A setting of the decomposed form."""
+
+    number: int
+    layout: Layout
+    tile: Any = None  #: of our kernel; None: by torch
+    how: How = How.EVENTS
+    words_on_device: bool = WORDS_ON_DEVICE
+
+
+def _lanes(number: int, usual: int) -> str:
+    return "" if number == usual else f" {number} lane{'s' if number > 1 else ''}"
+
+
+def _placed(layout: Layout) -> str:
+    return " strided" if layout is Layout.STRIDED else ""
 
 
 class Work(ABC):
@@ -73,20 +98,37 @@ class Work(ABC):
 
     dtype: torch.dtype
     sizes: dict[str, int]
+    tiles: tuple[Any, ...]
+    step: int  #: what sizes are multiples of
+    hows: tuple[How, ...]  #: of the decomposed form by torch
+    rtol: float
+    in_place: bool  #: torch writes to `y`
 
     def __init__(self, device: Device, spec: Spec, shape: Shape, buffers: list[Buffers]) -> None:
         """`buffers`: of each of `exchanges`; all have one `y`."""
         self.device, self.spec, self.shape = device, spec, shape
-        self.buffers, self.others, self.exchange = buffers[0], buffers[1:], buffers[0].exchange
+        self.buffers, self.exchange = buffers[0], buffers[0].exchange
+        self._by_layout = {each.exchange.layout: each for each in buffers}
         self.where = self.buffers.y[GPU].device
-        self._stack = ExitStack()
+        self.cores = device.driver.num_multiprocessors(device.index)
         largest = max(len(t) for each in buffers for t in (each.y[GPU], *each.written))
         self._spoiled = torch.full((min(largest, 64 << 20),), _POISON, dtype=torch.uint8, device=self.where)
-        self._streams = [device.driver.stream_create() for _ in range(2 * LANES)]  # few: many share queues
-        for stream in self._streams:
-            self._stack.callback(device.driver.stream_destroy, stream)
-        self._unfused = {each: self._kept(Unfused(device, each, timeout_s=TIMEOUT_S)) for each in buffers}
+        self._routes: dict[Route, Unfused] = {}
         self.reference = torch.empty(0)
+        self._streams: list[int] = []
+        self._base = self._stack = ExitStack()
+        try:
+            for _ in range(2 * LANES):  # few: many share queues
+                self._streams.append(device.driver.stream_create())
+                self._base.callback(device.driver.stream_destroy, self._streams[-1])
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """The one that is meant to be fastest, then others."""
+        return list(self._by_layout)
 
     @classmethod
     def exchanges(cls, spec: Spec, shape: Shape) -> list[Exchange]:
@@ -113,8 +155,16 @@ class Work(ABC):
         """torch's operator, by rows."""
 
     @abstractmethod
-    def dma(self, num_slices: int, order: Order, tile: Any, buffers: Buffers) -> Any:
+    def kernel_rows(self, tiles: RowTiles, tile: Any) -> Rows:
+        """Our kernel, by the slices of a table: a launch for each."""
+
+    @abstractmethod
+    def dma(self, cut: Cut, buffers: Buffers) -> Any:
         """The fused form."""
+
+    @abstractmethod
+    def default(self) -> Any:
+        """The fused form as the library makes it when nothing is said."""
 
     @abstractmethod
     def start(self, made: Any, stream: int) -> Any:
@@ -124,130 +174,144 @@ class Work(ABC):
     def compute(self, made: Any) -> None:
         """Its computation alone."""
 
-    tiles: tuple[Any, ...]
-    step: int  #: what sizes are multiples of
-    hows: tuple[How, ...]
-    rtol: float
-    in_place: bool  #: torch writes to `y`
+    @staticmethod
+    @abstractmethod
+    def tile_name(tile: Any, kernel: Any = None) -> str:
+        """As a row names it; `kernel`: launched with it, which may tell more."""
 
     @staticmethod
-    def tile_name(tile: Any, made: Any = None) -> str:
-        """As a row names it: ``128x256g8+4/2`` has a head of four row tiles in two parts, which `made` tells."""
-        if isinstance(tile, Blocks):
-            head = f"+{made.kernel.head}/{made.kernel.parts}" if made is not None and made.kernel.head else ""
-            return f"{tile.height}x{tile.width}g{tile.group}{head}"
-        return f"{tile.bags}x{tile.depth}w{tile.warps}p{tile.programs}"
+    def settled(tile: Any, kernel: Any) -> Any:
+        """A tile as it was launched."""
+        return tile
 
     @staticmethod
-    def settled(tile: Any, made: Any) -> Any:
-        """A tile as it was launched: with programs that fit."""
-        number = getattr(made.kernel, "programs", 0)
-        return replace(tile, programs=number) if number else tile
-
-    @staticmethod
-    def is_distinct(tile: Any, made: Any) -> bool:
-        """Whether it differs from the others: a tile with a head is like one without where there can be none."""
-        return not getattr(tile, "head", None) or bool(made.kernel.head)
+    def is_distinct(tile: Any, kernel: Any) -> bool:
+        """Whether it differs from the others of `tiles`."""
+        return True
 
     # --- forms
 
-    def plain(self) -> list[Contender]:
-        """torch's computation, the collective, one after the other."""
+    def torch_alone(self) -> Contender:
+        """torch's computation."""
         rows, total = self.rows(), sum(self.exchange.send)
 
         def alone(_stream: int) -> None:
             rows(0, total)
 
-        found = [
-            Contender(
-                kind=Kind.COMPUTE, name="torch", start=alone, setting={}, buffers=self.buffers, in_y=self.in_place
-            ),
-            *self.comms(),
-        ]  # fmt: skip
-        for each, unfused in self._unfused.items():
-            found.append(Contender(
-                kind=Kind.UNFUSED, name=self._name("torch", each), start=partial(unfused.start, rows),
-                setting=self._layout(each), buffers=each, in_y=self.in_place,
-            ))  # fmt: skip
-        return found
+        return Contender(
+            kind=Kind.COMPUTE, name="torch", start=alone, setting={}, buffers=self.buffers, in_y=self.in_place
+        )  # fmt: skip
 
-    def comms(self) -> list[Contender]:
+    def alone(self, tile: Any) -> Contender:
+        """Our computation."""
+        made = self._kept(self.dma(Cut(slices=1, tile=tile, layout=self.layouts[0]), self.buffers))
+        cut = self.tile_name(tile, made.kernel)
+        return Contender(
+            kind=Kind.COMPUTE, name=f"ours {cut}", start=lambda _: self.compute(made), setting={"tile": cut},
+            buffers=self.buffers, made=made,
+        )  # fmt: skip
+
+    def routes(self) -> list[Route]:
+        """Ways of the collective that are worth a try."""
+        slices = self.spec.slices_of(self.shape.size_bytes)
+        middle = slices[len(slices) // 2]
+        ways = ((1, 0), (LANES, 0), (LANES, middle))
+        return [Route(layout=layout, lanes=n, slices=cut) for layout in self.layouts for n, cut in ways]
+
+    def comm(self, route: Route) -> Contender:
         """The collective alone."""
-        return [
-            Contender(
-                kind=Kind.COMM, name=self._name("whole", each), start=partial(unfused.collective, each.y[GPU]),
-                setting=self._layout(each), buffers=each,
-            )
-            for each, unfused in self._unfused.items()
-        ]  # fmt: skip
+        buffers, unfused = self._by_layout[route.layout], self._unfused(route)
+        return Contender(
+            kind=Kind.COMM, name=route.name, start=lambda stream: unfused.collective(self.buffers.y[GPU], stream),
+            setting=_route_setting(route), buffers=buffers,
+        )  # fmt: skip
 
-    def ours(self, tile: Any) -> list[Contender]:
-        """Our kernel alone, and before the collective."""
-        made = self._kept(self.dma(1, Order.REMOTE, tile, self.buffers))
-        y, cut = self.buffers.y[GPU], self.tile_name(tile, made)
-        setting, name = {"tile": cut}, f"ours {cut}"
+    def unfused(self, route: Route, alone: Contender) -> Contender:
+        """A computation, then the collective."""
+        then, made = self._unfused(route), alone.made
+        start = partial(then.start, self.rows()) if made is None else partial(self._ours_then, made, then)
+        return Contender(
+            kind=Kind.UNFUSED, name=f"{alone.name}, {route.name}", start=start, in_y=alone.in_y,
+            setting=alone.setting | _route_setting(route), buffers=self._by_layout[route.layout],
+        )  # fmt: skip
 
-        def after(unfused: Unfused, stream: int) -> Any:
-            self.compute(made)
-            return unfused.collective(y, stream)
+    def _ours_then(self, made: Any, then: Unfused, stream: int) -> Any:
+        self.compute(made)
+        return then.collective(self.buffers.y[GPU], stream)
 
-        return [
-            Contender(
-                kind=Kind.COMPUTE, name=name, start=lambda _: self.compute(made), setting=setting,
-                buffers=self.buffers, made=made,
-            ),
-            *(
-                Contender(
-                    kind=Kind.UNFUSED, name=self._name(name, each), start=partial(after, unfused),
-                    setting=setting | self._layout(each), buffers=each,
-                )
-                for each, unfused in self._unfused.items()
-            ),
-        ]  # fmt: skip
-
-    def fused(self, num_slices: int, order: Order, tile: Any, buffers: Buffers | None = None) -> Contender:
+    def fused(self, cut: Cut, role: Role = Role.ABLATION) -> Contender:
         """Slices behind flags."""
-        buffers = buffers or self.buffers
-        made = self._kept(self.dma(num_slices, order, tile, buffers))
-        cut = self.tile_name(tile, made)
+        buffers = self._by_layout[cut.layout]
+        made = self._kept(self.dma(cut, buffers))
+        tile = self.tile_name(cut.tile, made.kernel)
+        name = f"{cut.slices} slices {cut.order} {tile}{_lanes(cut.lanes, LANES)}{_placed(cut.layout)}"
+        setting = {"slices": cut.slices, "order": str(cut.order), "lanes": cut.lanes, "tile": tile}
+        return self._fused(made, name, setting, buffers, role)
+
+    def as_default(self) -> Contender:
+        """The library's default: no setting of it was looked for."""
+        made = self._kept(self.default())
+        tile = self.tile_name(made.kernel.blocks if self.shape.op is Op.GEMM else made.kernel.shape, made.kernel)
+        return self._fused(made, "default", {"lanes": LANES, "tile": tile}, self.buffers, Role.DEFAULT)
+
+    def _fused(self, made: Any, name: str, setting: dict[str, Any], buffers: Buffers, role: Role) -> Contender:
+        more = {"slice_rows": made.slice_rows, "words": WORDS[WORDS_ON_DEVICE], "layout": str(buffers.exchange.layout)}
         return Contender(
-            kind=Kind.DMA, name=self._name(f"{num_slices} slices {order} {cut}", buffers),
-            start=lambda stream: self.start(made, stream), buffers=buffers, made=made,
-            setting={"slices": num_slices, "slice_rows": made.slice_rows, "order": str(order), "lanes": LANES,
-                     "words": WORDS[WORDS_ON_DEVICE], "tile": cut} | self._layout(buffers),
+            kind=Kind.DMA, name=name, start=lambda stream: self.start(made, stream), buffers=buffers, role=role,
+            setting=setting | more, made=made,
         )  # fmt: skip
 
-    def decomposed(
-        self, num_chunks: int, how: How, buffers: Buffers | None = None, words_on_device: bool = WORDS_ON_DEVICE
-    ) -> Contender:
-        """torch's operator in chunks."""
-        rows_each, buffers = self.slice_rows(num_chunks), buffers or self.buffers
-        chunked = Chunked(
+    def decomposed(self, chunks: Chunks) -> Contender:
+        """The operator in chunks."""
+        number, how, by_torch = chunks.number, chunks.how, chunks.tile is None
+        rows_each, buffers = self.slice_rows(number), self._by_layout[chunks.layout]
+        made = self._kept(Chunked(
             self.device, buffers, rows_each, how=how, timeout_s=TIMEOUT_S, streams=self._streams,
-            words_on_device=words_on_device,
-        )  # fmt: skip
-        made = self._kept(chunked)
-        rows = self.rows()
-        setting = {"chunks": num_chunks, "chunk_rows": rows_each, "how": str(how), "lanes": LANES}
-        name = f"{num_chunks} chunks {how}"
+            words_on_device=chunks.words_on_device,
+        ))  # fmt: skip
+        setting: dict[str, Any] = {"by": "torch" if by_torch else "ours", "chunks": number, "chunk_rows": rows_each}
+        setting |= {"how": str(how), "lanes": LANES, "layout": str(chunks.layout)}
+        name = f"{number} chunks {how}"
+        if by_torch:
+            rows = self.rows()
+        else:
+            height = self.tile_rows(chunks.tile)
+            tiles = row_tiles(self.exchange.send, GPU, height, slice_rows=rows_each, order=Order.REMOTE)
+            rows = self.kernel_rows(tiles, chunks.tile)
+            setting["tile"] = self.tile_name(chunks.tile)
+            name = f"ours {setting['tile']} {name}"
         if how is How.WORDS:
-            setting |= {"words": WORDS[words_on_device]}
-            name += "" if words_on_device else " on host"
+            setting["words"] = WORDS[chunks.words_on_device]
+            name += "" if chunks.words_on_device else " on host"
         return Contender(
-            kind=Kind.DECOMPOSED, name=self._name(name, buffers), start=lambda stream: made.start(rows, stream),
-            setting=setting | self._layout(buffers), buffers=buffers, in_y=self.in_place,
+            kind=Kind.DECOMPOSED, name=name + _placed(chunks.layout), start=lambda stream: made.start(rows, stream),
+            setting=setting, buffers=buffers, in_y=self.in_place or not by_torch,
         )  # fmt: skip
 
-    def _layout(self, buffers: Buffers) -> dict[str, str]:
-        return {"layout": str(buffers.exchange.layout)}
-
-    def _name(self, name: str, buffers: Buffers) -> str:
-        return name if buffers is self.buffers else f"{name} {buffers.exchange.layout}"
+    @staticmethod
+    @abstractmethod
+    def tile_rows(tile: Any) -> int:
+        """Rows of a tile."""
 
     def slice_rows(self, number: int) -> int:
         """Rows of one of so many slices of all that leaves."""
         tile = TILE_ROWS if self.shape.op is Op.GEMM else 8
         return slice_rows_of(sum(self.exchange.send[1:]), 1 << 30, tile, number)
+
+    def distinct(self, numbers: tuple[int, ...]) -> list[int]:
+        """Those numbers of slices that make slices of different sizes: they are whole tiles."""
+        return sorted({self.slice_rows(number): number for number in sorted(numbers, reverse=True)}.values())
+
+    def _unfused(self, route: Route) -> Unfused:
+        """Made once: forms that take the same way share it."""
+        if route not in self._routes:
+            made = Unfused(
+                self.device, self._by_layout[route.layout], lanes=route.lanes, timeout_s=TIMEOUT_S,
+                slice_rows=self.slice_rows(route.slices) if route.slices else None,
+            )  # fmt: skip
+            self._base.callback(made.close)
+            self._routes[route] = made
+        return self._routes[route]
 
     def _kept(self, made: Any) -> Any:
         self._stack.callback(made.close)
@@ -316,128 +380,8 @@ class Work(ABC):
 
     def close(self) -> None:
         """Gives everything back."""
-        self._stack.close()
+        self._base.close()
 
 
-class GemmWork(Work):
-    """y = x @ w.T, bf16."""
-
-    dtype, tiles, step, hows, rtol, in_place = torch.bfloat16, GEMM_TILES, 64, tuple(How), 1 / 64, True
-
-    @staticmethod
-    def exchange_of(spec: Spec, shape: Shape) -> Exchange:
-        """What is sent."""
-        n = spec.width(shape.size_bytes)
-        send = shape.rows(spec.ranks, n * torch.bfloat16.itemsize)
-        receive = (send[0], *reversed(send[1:]))
-        return gemm_exchange((sum(send), 1), (n, 1), torch.bfloat16, send, receive)
-
-    def scale(self, size: int) -> None:
-        """K."""
-        m, n = sum(self.exchange.send), self.exchange.row_bytes[GPU] // self.dtype.itemsize
-        self.sizes = {"m": m, "n": n, "k": size}
-        self.x, self.w = (torch.empty(rows, size, dtype=self.dtype, device=self.where) for rows in (m, n))
-        self.w.normal_()
-        self.fresh()
-
-    def fresh(self) -> None:
-        """A new x."""
-        self.x.normal_()
-        self.reference = torch.mm(self.x, self.w.t())
-        self.synchronize()
-
-    def rows(self) -> Rows:
-        """By torch.mm."""
-        y = self.buffers.y[GPU][: self.exchange.y_bytes(GPU)].view(self.dtype).view(len(self.x), len(self.w))
-        return gemm_rows(self.x, self.w, y)
-
-    def dma(self, num_slices: int, order: Order, tile: GemmTile, buffers: Buffers) -> DmaGemm:
-        """See `Work`."""
-        return DmaGemm(
-            self.device, buffers, self.x.shape, self.w.shape, self.dtype, order=order, blocks=tile, head=tile.head,
-            slice_rows=self.slice_rows(num_slices), timeout_s=TIMEOUT_S,
-        )  # fmt: skip
-
-    def start(self, made: DmaGemm, stream: int) -> Any:
-        """See `Work`."""
-        return made.start(self.x, self.w, stream)
-
-    def compute(self, made: DmaGemm) -> None:
-        """See `Work`."""
-        made.compute(self.x, self.w)
-
-
-class EmbeddingWork(Work):
-    """Sums of bags of one length over several tables, fp32."""
-
-    dtype, tiles, step, hows, rtol, in_place = torch.float32, POOL_TILES, 1, (How.EVENTS,), 1e-4, False
-    weight: torch.Tensor | None = None  #: the rows of all tables, one table below the other
-
-    @staticmethod
-    def exchange_of(spec: Spec, shape: Shape) -> Exchange:
-        """What is sent, packed."""
-        width = spec.tables * spec.dim * torch.float32.itemsize
-        return embedding_exchange([spec.tables] * spec.ranks, spec.dim, torch.float32, shape.rows(spec.ranks, width))
-
-    @classmethod
-    def exchanges(cls, spec: Spec, shape: Shape) -> list[Exchange]:
-        """Packed and strided."""
-        packed = cls.exchange_of(spec, shape)
-        return [packed, replace(packed, layout=Layout.STRIDED)]
-
-    def scale(self, size: int) -> None:
-        """The length of bags."""
-        spec, batch = self.spec, sum(self.exchange.send)
-        self.sizes = {"tables": spec.tables, "dim": spec.dim, "table_rows": spec.table_rows}
-        self.sizes |= {"batch": batch, "bag": size}
-        if self.weight is None:
-            self.weight = torch.randn(spec.tables * spec.table_rows, spec.dim, device=self.where)
-        self.offsets = torch.arange(spec.tables * batch + 1, device=self.where) * size
-        shape = (spec.tables, batch, size)
-        self.values = torch.empty(shape, dtype=torch.int64, device=self.where)
-        self.merged = torch.empty((batch, spec.tables, size), dtype=torch.int64, device=self.where)
-        self.fresh()
-
-    def fresh(self) -> None:
-        """New values: for us in the order of tables, for torch in that of samples, over one table."""
-        spec = self.spec
-        self.values.random_(0, spec.table_rows)
-        first = torch.arange(spec.tables, device=self.where) * spec.table_rows
-        torch.add(self.values.permute(1, 0, 2), first[None, :, None], out=self.merged)
-        self.reference = self.rows()(0, len(self.merged)).view(len(self.merged), -1).clone()
-        self.synchronize()
-
-    def rows(self) -> Rows:
-        """By torch's embedding_bag, one call over one table."""
-        batch, tables, bag = self.merged.shape
-        assert self.weight is not None
-        offsets = torch.arange(batch * tables + 1) * bag
-        compute = bag_rows(self.weight, self.merged.view(-1), offsets, tables, "sum")
-        if self.where.type == "cuda":
-            return compute
-        y = self.buffers.y[GPU].view(self.dtype).view(batch, -1)  # a stand-in: no engine reaches memory of torch's
-
-        def placed(begin: int, end: int) -> torch.Tensor:
-            return y[begin:end].copy_(compute(begin, end).view(end - begin, -1))
-
-        return placed
-
-    def dma(self, num_slices: int, order: Order, tile: PoolShape, buffers: Buffers) -> DmaEmbedding:
-        """See `Work`."""
-        assert self.weight is not None
-        tables = self.weight.view(self.spec.tables, -1, self.spec.dim).unbind()
-        return DmaEmbedding(
-            self.device, buffers, tables, order=order, shape=tile,
-            slice_rows=self.slice_rows(num_slices), timeout_s=TIMEOUT_S,
-        )  # fmt: skip
-
-    def start(self, made: DmaEmbedding, stream: int) -> Any:
-        """See `Work`."""
-        return made.start(self.values.view(-1), self.offsets, stream)
-
-    def compute(self, made: DmaEmbedding) -> None:
-        """See `Work`."""
-        made.compute(self.values.view(-1), self.offsets)
-
-
-WORKS: dict[Op, type[GemmWork] | type[EmbeddingWork]] = {Op.GEMM: GemmWork, Op.EMBEDDING: EmbeddingWork}
+def _route_setting(route: Route) -> dict[str, Any]:
+    return {"layout": str(route.layout), "comm_lanes": route.lanes, "comm_slices": route.slices}

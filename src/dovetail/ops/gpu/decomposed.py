@@ -1,10 +1,10 @@
 """What a user would do without a fused operator: the plain one, then the collective; or both in chunks.
 
 Owns the rivals of the `dma` transport on one GPU with peers in host memory. All move the bytes of the same `Exchange`.
-`Unfused`: torch's operator, then the collective by copy engines. `Chunked`: torch's operator on one chunk of rows after
-the other; an event (or a word that the stream writes) behind each chunk lets its copies begin. Destinations are served
+`Unfused`: an operator, then the collective by copy engines. `Chunked`: an operator on one chunk of rows after the
+other; an event (or a word that the stream writes) behind each chunk lets its copies begin. Destinations are served
 in the order of the fused operator, and what the peers send comes at the same pace. Rows that arrive packed are put side
-by side as they are there (`place.py`).
+by side as they are there (`place.py`). The operator is torch's, or a kernel of ours launched once for each chunk.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dovetail.hw.gpu.ticket import GpuTicket
 from dovetail.ops.gpu.dma import LANES, WORDS_ON_DEVICE, Flags, SlicedRun
 from dovetail.ops.gpu.exchange import GPU, Buffers, Pace
 from dovetail.ops.gpu.place import Placing
-from dovetail.ops.gpu.tiles import END, FIRST, Order, row_tiles
+from dovetail.ops.gpu.tiles import DESTINATION, END, FIRST, SLICE, Order, RowTiles, row_tiles
 from dovetail.plan.build.sliced import Slice
 
 if TYPE_CHECKING:
@@ -43,11 +43,18 @@ class How(StrEnum):
 class Unfused:
     """The operator, then the collective. An owner: `close()`."""
 
-    def __init__(self, device: Device, buffers: Buffers, *, timeout_s: float | None = None) -> None:
-        self.plan, self._buffers = buffers.exchange.whole(), buffers
-        self._runner = LocalRunner(device, self.plan, host_ranks=buffers.exchange.peers, timeout_s=timeout_s)
-        self._rows = sum(buffers.exchange.send)
+    def __init__(
+        self, device: Device, buffers: Buffers, *, lanes: int = 1, slice_rows: int | None = None,
+        timeout_s: float | None = None,
+    ) -> None:  # fmt: skip
+        """`lanes`, `slice_rows`: see `Exchange.whole`."""
+        exchange, self._buffers = buffers.exchange, buffers
+        self.plan = exchange.whole(lanes=lanes, slice_rows=slice_rows)
+        self._rows = sum(exchange.send)
         self._placing = Placing(device, buffers)
+        self._runner = LocalRunner(
+            device, self.plan, host_ranks=exchange.peers, most_streams=2 * lanes, timeout_s=timeout_s
+        )  # fmt: skip
 
     def start(self, compute: Rows, stream: int) -> GpuTicket:
         """Both in the raw stream, torch's current one."""
@@ -87,22 +94,27 @@ class Chunked:
         self._events: list[int] = []
         self._streams, self._owns = list(streams), not streams
         self._kept = exchange.send[GPU]
+        self._placing = Placing(device, buffers)
         if self.how is How.WORDS:
             plan = exchange.sliced(tiles, pace=pace, lanes=lanes)
             self._run = SlicedRun(
                 device, plan, buffers.of(plan), host_ranks=exchange.peers, timeout_s=timeout_s, lanes=lanes,
                 words_on_device=words_on_device,
             )  # fmt: skip
-            self._placing = Placing(device, buffers)
             return
         self.leaving, arriving, follows = exchange.slices(tiles, pace)
         self._early = [] if follows else arriving
         self._with: list[list[Slice]] = [[] for _ in self.chunks]
         for piece, k in zip(arriving, follows, strict=False):
             self._with[k].append(piece)
-        self._streams = self._streams or [self._driver.stream_create() for _ in range(2 * lanes)]
-        self._events = [self._driver.event_create() for _ in range(len(self.chunks) + 1 + len(self._streams))]
-        self._placing = Placing(device, buffers)
+        try:
+            while self._owns and len(self._streams) < 2 * lanes:
+                self._streams.append(self._driver.stream_create())
+            while len(self._events) < len(self.chunks) + 1 + len(self._streams):
+                self._events.append(self._driver.event_create())
+        except BaseException:
+            self.close()
+            raise
 
     def start(self, compute: Rows, stream: int) -> GpuTicket | None:
         """All of it in the raw stream, torch's current one. With events there is no ticket: the stream tells."""
@@ -181,6 +193,31 @@ class _Chunks:
             word["address"] = address
             self._chunked._driver.stream_words(word, stream)
             self._chunked._own(begin, end, rows, stream)
+
+
+def kernel_rows(
+    tiles: RowTiles, make: Callable[[RowTiles], Callable[[], object]], y: torch.Tensor
+) -> Rows:  # fmt: skip
+    """Rows of `y` by a kernel of ours, launched once for each slice of a table.
+
+    `make`: of one slice's tiles, what launches the kernel on them in torch's current stream; it writes to `y`.
+    """
+    ends = tiles.slices[:, [FIRST, END]].tolist()
+    launches = {(first, end): make(_one_slice(tiles, k)) for k, (first, end) in enumerate(ends)}
+
+    def compute(begin: int, end: int) -> torch.Tensor:
+        launches[begin, end]()
+        return y[begin:end]
+
+    return compute
+
+
+def _one_slice(tiles: RowTiles, number: int) -> RowTiles:
+    """A slice as a table of its own."""
+    mine = tiles.tiles[tiles.tiles[:, SLICE] == number].copy()
+    mine[:, SLICE] = 0
+    only = tiles.slices[number : number + 1].copy()
+    return RowTiles(mine, only, np.array([[only[0, DESTINATION], 0, len(mine)]], np.int64))
 
 
 def gemm_rows(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> Rows:

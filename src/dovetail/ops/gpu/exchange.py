@@ -168,11 +168,20 @@ class Exchange:
         after = {len(leaving) + n: k for n, k in enumerate(follows)}
         return self._plan([*leaving, *arriving], after, ready=frozenset() if follows else self.peers, lanes=lanes)
 
-    def whole(self) -> Plan:
-        """The same bytes without a flag, a copy for each peer and direction; `y` is there when the run begins."""
-        first = [sum(self.send[:to]) for to in range(self.world)]
-        out = [self._slice(GPU, to, first[to], first[to], first[to] + self.send[to]) for to in range(1, self.world)]
-        return self._plan([*out, *self._arriving(max(1, *self.receive))], {}, ready=frozenset(range(self.world)))
+    def whole(self, *, lanes: int = 1, slice_rows: int | None = None) -> Plan:
+        """The same bytes without a flag; `y` is there when the run begins.
+
+        A copy for each peer and direction, or one for every `slice_rows` rows; `lanes` queues in each direction take
+        them in turn.
+        """
+        leaving = []
+        for to in range(1, self.world):
+            first, rows = sum(self.send[:to]), self.send[to]
+            for begin in range(first, first + rows, slice_rows or max(rows, 1)):
+                end = min(begin + (slice_rows or rows), first + rows)
+                leaving.append(self._slice(GPU, to, first, begin, end))
+        arriving = self._arriving(slice_rows or max(1, *self.receive))
+        return self._plan([*leaving, *arriving], {}, ready=frozenset(range(self.world)), lanes=lanes)
 
     def _plan(
         self, slices: list[Slice], follows: dict[int, int], ready: frozenset[int], lanes: int = 1

@@ -28,7 +28,7 @@ class Placing:
         self._is_wide = exchange.is_wide and exchange.receive[GPU] * sum(exchange.row_bytes) > 0
         packed = self._is_wide and exchange.layout is Layout.PACKED
         self._sources = [r for r in range(1, exchange.world) if packed and exchange.row_bytes[r]]
-        self._event = device.driver.event_create() if self._is_wide else 0
+        self._event = 0  # made by the first run: there is nothing to give back if an owner's making fails
         self._is_recorded = False
 
     def begin(self, stream: int) -> None:
@@ -62,6 +62,7 @@ class Placing:
             before = sum(self._buffers.exchange.row_bytes[:first])
             width = sum(piece.shape[1] for piece in pieces)
             self._move(pieces, self._buffers.all_columns.narrow(1, before, width), stream)
+        self._event = self._event or self._driver.event_create()
         self._driver.event_record(self._event, stream)
         self._is_recorded = True
 
