@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,7 +52,7 @@ class Contender:
     plan_us: float
     parts: list[Part]
     right: bool = True
-    choice: str | None = None  #: of auto: the path that it took
+    took: Counter[str] = field(default_factory=Counter)  #: of auto: the paths of its timed runs
     submits_us: list[float] = field(default_factory=list)
     times_us: list[float] = field(default_factory=list)
     kept: list[float] = field(default_factory=list)  #: share of its speed that a computation had beside it
@@ -64,13 +65,15 @@ class Contender:
         for transfer in transfers:
             _watch(transfer)
         ended = time.perf_counter_ns()
-        self.choice = getattr(getattr(transfers[0], "choice", None), "path", None)
+        if (path := getattr(getattr(transfers[0], "choice", None), "path", None)) is not None:
+            self.took[str(path)] += 1
         return (submitted - began) / 1e3, (ended - began) / 1e3
 
     def arrives(self) -> bool:
         """Whether what is at the source of each row is at its destination afterwards."""
-        wanted = [part.sample.begin(part.direction) for part in self.parts]
+        wanted, took = [part.sample.begin(part.direction) for part in self.parts], self.took.copy()
         self.once()
+        self.took = took
         return all(part.sample.arrived(part.direction, w) for part, w in zip(self.parts, wanted, strict=True))
 
     def row(self) -> Row:
@@ -78,7 +81,8 @@ class Contender:
         measured = self.right and bool(self.times_us)
         time_us = round(median(self.times_us), 1) if measured else None
         return {
-            "size_bytes": self.size_bytes, "path": self.name, "chosen": self.choice and str(self.choice),
+            "size_bytes": self.size_bytes, "path": self.name, "took": dict(self.took.most_common()) or None,
+            "chosen": max(self.took, key=lambda path: self.took[path], default=None),
             "entries_per_call": self.entries, "copies": self.copies, "plan_us": round(self.plan_us, 1),
             "submit_us": round(median(self.submits_us), 1) if measured else None, "time_us": time_us,
             "bandwidth_gbps": self.size_bytes / time_us / 1e3 if time_us else None, "correct": self.right,
@@ -105,6 +109,8 @@ def race(contenders: Sequence[Contender], rounds: int, load: Load | None) -> Non
         contender.right = contender.arrives()
     going = [contender for contender in contenders if contender.right]
     _warm_up(going, load)
+    for contender in going:
+        contender.took.clear()
     for order in _orders(going, rounds, load):
         for contender in order:
             if load is None:
