@@ -18,6 +18,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 _LEVELS = ("debug", "info", "warning", "error")
+_TRANSPORTS = ("auto", "unfused", "decomposed", "store", "dma")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +80,9 @@ VARIABLES: Mapping[str, Variable] = {
         kind="seconds > 0", default="300", doc="How long a rank that makes no progress is waited for."
     ),
     "DOVETAIL_TRANSPORT": Variable(
-        kind="name of a transport",
+        kind="auto, unfused, decomposed, store or dma",
         default="unset",
-        doc="Force a transport of fused operators where `auto` would choose, such as `store`.",
+        doc="Force a transport of fused operators where `auto` would choose; operators that lack it go their own way.",
     ),
     "DOVETAIL_VARIANT": Variable(
         kind="name of a variant", default="unset", doc="Force a variant where `auto` would choose, such as `pcpy`."
@@ -132,8 +133,11 @@ def variant() -> str | None:
 
 
 def transport() -> str | None:
-    """The transport forced on every `auto`, or None; `dovetail.ops` knows the names."""
-    return _get("DOVETAIL_TRANSPORT")
+    """The transport forced on every `auto`, or None; `dovetail.ops` knows which operator has it."""
+    text = _get("DOVETAIL_TRANSPORT")
+    if text is not None and text not in _TRANSPORTS:
+        raise _wrong("DOVETAIL_TRANSPORT", text)
+    return None if text == "auto" else text
 
 
 def require() -> frozenset[str]:

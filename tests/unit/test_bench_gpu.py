@@ -366,7 +366,7 @@ def test_plans_are_proved(collective: str, variant: str, ranks: int) -> None:
     [
         ("bench all_gather --backend rocm", "backend: 'rocm' is not known; there are cpu, cuda"),
         ("bench all_reduce --backend cuda", "is not known; there are all_gather, all_to_all, copies, beside"),
-        ("bench all_gather --backend cuda --ranks 1", "with host peers there are 2 to 64"),
+        ("bench all_gather --backend cuda --ranks 1", "--ranks: 1 must be 2 to 64"),
         ("bench all_gather --backend cuda --variant swap", "'swap' is not known; there are pcpy, bcst"),
         ("bench all_gather --backend cuda --dtype int8", "--dtype is for --backend cpu"),
         ("bench all_gather --backend cuda --pin 0", "memory to pin must be above 0"),

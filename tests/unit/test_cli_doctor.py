@@ -1,7 +1,10 @@
 """`dovetail doctor` and the frame of the command: first line, exit status, record."""
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,6 +112,18 @@ def test_environment_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.environment().state == "failed"
 
 
+@pytest.mark.usefixtures("healthy")
+@pytest.mark.parametrize("name", ["DOVETAIL_TRANSPORT", "DOVETAIL_VARIANT"])
+def test_a_forced_choice_that_there_is_none_of(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda: [doctor.Finding(check="gpu", value="none")])
+    assert run("doctor") == 0
+    monkeypatch.setenv(name, "quick")
+    assert run("doctor") == 1
+    assert f"{name}='quick' is " in capsys.readouterr().out
+
+
 def test_a_broken_profile_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "p.json").write_text("{}")
     monkeypatch.setenv("DOVETAIL_PROFILE", str(tmp_path / "p.json"))
@@ -153,6 +168,28 @@ def test_an_error_that_escapes_is_a_message_and_a_status(
     monkeypatch.setattr(doctor, "examine", fail)
     assert run("doctor") == status
     assert capsys.readouterr().err == f"dovetail: {error}\n"
+
+
+def test_terminated_is_like_interrupted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the command has made is put away, and a second signal does not disturb that."""
+    put_away = []
+
+    def work() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            put_away.append(True)
+
+    monkeypatch.setattr(doctor, "examine", work)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert run("doctor") == cli.TERMINATED == 128 + signal.SIGTERM
+    assert capsys.readouterr().err == "dovetail: terminated; nothing was saved\n"
+    assert put_away == [True]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_what_the_gpu_library_says_is_in_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:

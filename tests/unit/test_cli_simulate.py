@@ -46,7 +46,7 @@ def test_a_plot_is_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "swap" in text
     assert 'src="http' not in text
     assert run(*words.split(), "--plot", str(tmp_path / "p.png")) == 2
-    assert "a plot is written as .html, not as 'p.png'" in capsys.readouterr().err
+    assert f"--plot: {tmp_path / 'p.png'} must end in .html" in capsys.readouterr().err
 
 
 def test_one_copy_has_the_phases_of_a_table(tmp_path: Path) -> None:
@@ -211,6 +211,10 @@ def test_a_trace_for_perfetto(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         ("simulate network --shape ring:4 --algorithm tree", "algorithm must be one of ring, direct, dimension"),
         ("simulate network --machine cpu-2core", "machine cpu-2core has no links"),
         ("trace --machine mi300x --ranks 9", "is for 9 ranks"),
+        ("trace --machine mi300x --ranks 0", "Invalid value for '--ranks'"),
+        ("simulate collective -n 0", "Invalid value for '--ranks'"),
+        ("simulate whatif -n 0", "Invalid value for '--ranks'"),
+        ("simulate network --machine mi300x -n 0", "Invalid value for '--ranks'"),
         ("trace --machine mi300x --size 3x", "3x"),
     ],
 )

@@ -56,6 +56,12 @@ def test_python_in_the_quickstart_compiles() -> None:
         compile(block, "quickstart.md", "exec")
 
 
+def test_python_of_the_simulate_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/simulate.md").read_text(), re.DOTALL)
+    exec(compile(block, "simulate.md", "exec"), {})
+    assert float(capsys.readouterr().out.split()[0]) > 0
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_make_targets_exist(page: Path) -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

@@ -107,6 +107,8 @@ def test_given(name: str, text: str, value: object, monkeypatch: pytest.MonkeyPa
         ("DOVETAIL_TIMEOUT", "inf"),
         ("DOVETAIL_TIMEOUT", "nan"),
         ("DOVETAIL_TIMEOUT", "soon"),
+        ("DOVETAIL_TRANSPORT", "quick"),
+        ("DOVETAIL_TRANSPORT", "Store"),
     ],
 )
 def test_wrong_value_names_the_variable_and_the_value(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from dovetail import env
 from dovetail.errors import NotSupported
 from dovetail.ops import calls, choose
 from dovetail.ops.choose import Choice, from_table, transport_for
@@ -57,8 +58,18 @@ def test_told_by_rank_0() -> None:
     assert transport_for(_group({"disable": True}), CALL, "auto", "cpu") == Choice("unfused", "DOVETAIL_DISABLE")
     forced = _group({"transport": "dma"})
     assert transport_for(forced, CALL, "auto", "cpu") == Choice("dma", "DOVETAIL_TRANSPORT")
-    assert transport_for(forced, GEMV, "auto", "cpu").transport == "store"  # it has no dma: as without
+    lacking = transport_for(forced, GEMV, "auto", "cpu")  # as without, and it says so
+    assert lacking.transport == transport_for(_group({}), GEMV, "auto", "cpu").transport == "store"
+    assert lacking.reason.startswith("DOVETAIL_TRANSPORT=dma: this operator has none; not measured here")
     assert transport_for(_group({"transport": "dma", "disable": True}), CALL, "auto", "cpu").transport == "unfused"
+
+
+def test_the_variable_takes_every_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in choose.NAMES:
+        monkeypatch.setenv("DOVETAIL_TRANSPORT", name)
+        assert env.transport() == name
+    monkeypatch.setenv("DOVETAIL_TRANSPORT", choose.AUTO)
+    assert env.transport() is None
 
 
 def test_several_hosts_and_other_backends() -> None:

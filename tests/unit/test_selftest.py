@@ -85,8 +85,12 @@ def test_the_cause_comes_before_its_consequences() -> None:
 
 def test_ranks() -> None:
     assert [selftest.default_ranks(n) for n in (0, 1, 2, 8, 16)] == [2, 2, 2, 8, 8]
-    with pytest.raises(ValueError, match="at least 2 ranks"):
+    with pytest.raises(ValueError, match="2 to 1024 ranks, not 1"):
         selftest.run("cpu", 1)
+    with pytest.raises(ValueError, match="2 to 1024 ranks, not 5000"):
+        selftest.run("cpu", 5000)
+    with pytest.raises(ValueError, match="limit_s must be seconds above 0, not 0"):
+        selftest.run("cpu", 2, limit_s=0)
     with pytest.raises(ValueError, match="there are the backends"):
         selftest.run("tpu", 2)
 

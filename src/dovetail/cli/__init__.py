@@ -8,6 +8,7 @@ edited. A verb's file imports only light modules at its top; torch and the rest 
 Exit status: 0 ok, 1 a check failed, 2 usage. A verb raises ``typer.Exit(1)`` when a check of its own failed. A
 `DovetailError` that escapes ends the command with its message and status 1; a `ValueError` (a bad argument or a file
 that is no record) and an `OSError` with status 2. Messages go to stderr; what a verb was asked for goes to stdout.
+Ctrl-C ends it with 130 and SIGTERM with 143, either after ranks and temporary folders are gone.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ from __future__ import annotations
 import importlib
 import logging
 import pkgutil
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
@@ -24,7 +29,8 @@ import typer
 from dovetail import __version__, env
 from dovetail.errors import DovetailError
 
-OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+OK, FAILED, USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
+_PUT_AWAY_S = 5.0
 
 
 def verbs() -> list[str]:
@@ -53,16 +59,39 @@ def build(first: str | None = None) -> typer.Typer:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its status."""
     words = list(sys.argv[1:] if argv is None else argv)
+    with _terminated_like_interrupted() as came:
+        try:
+            build(words[0] if words else None)(args=words, prog_name="dovetail")
+        except DovetailError as error:
+            _fail(error, FAILED)
+        except (ValueError, OSError) as error:
+            _fail(error, USAGE)
+        except (SystemExit, KeyboardInterrupt) as ended:
+            if isinstance(ended, SystemExit) and ended.code != INTERRUPTED:
+                raise
+            print(f"dovetail: {'terminated' if came else 'interrupted'}; nothing was saved", file=sys.stderr)
+            raise SystemExit(TERMINATED if came else INTERRUPTED) from None
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[list[float]]:
+    """SIGTERM ends the command as Ctrl-C does, so that its ranks and temporary folders go with it. Yields the times at
+    which it came. Another one soon after it, as `timeout` sends, does not disturb what is being put away."""
+    came: list[float] = []
+
+    def end(*_: object) -> None:
+        if not came or time.monotonic() > came[-1] + _PUT_AWAY_S:
+            came.append(time.monotonic())
+            raise KeyboardInterrupt
+
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if ours:
+        signal.signal(signal.SIGTERM, end)
     try:
-        build(words[0] if words else None)(args=words, prog_name="dovetail")
-    except DovetailError as error:
-        _fail(error, FAILED)
-    except (ValueError, OSError) as error:
-        _fail(error, USAGE)
-    except SystemExit as ended:
-        if ended.code == INTERRUPTED:
-            print("dovetail: interrupted; nothing was saved", file=sys.stderr)
-        raise
+        yield came
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _fail(error: Exception, status: int) -> None:

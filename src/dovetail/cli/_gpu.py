@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from dovetail.bench.gpu.spec import BESIDE, COPIES, Bounds, CollectiveSpec, Effort
+from dovetail.cli._output import save
 from dovetail.measure.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def write(kind: str, rows: list[Row], facts: dict[str, Any] | None, json: Path) 
 
     made = record.new(kind, ["dovetail", *sys.argv[1:]], rows)
     gpu = {} if facts is None else {"gpu": facts}
-    record.write(dataclasses.replace(made, machine=made.machine | gpu), json)
+    save(dataclasses.replace(made, machine=made.machine | gpu), json)
 
 
 @contextmanager

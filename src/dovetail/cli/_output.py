@@ -1,13 +1,110 @@
-"""Where commands write what they have measured."""
+"""Where commands write what they have found. A path that can't be written is refused before anything is measured."""
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-#: A file for the record; a folder is refused before anything is measured.
+if TYPE_CHECKING:
+    from dovetail.measure.record import Record
+
+
+def check_file(what: str, path: Path, *, suffix: str = "") -> None:
+    """Raises `ValueError` unless a file can be written at `path`; folders above it may be missing. `what`: its option.
+
+    Leaves nothing behind.
+    """
+    if suffix and path.suffix != suffix:
+        raise ValueError(f"{what}: {path} must end in {suffix}")
+    try:
+        if path.is_dir():
+            raise ValueError(f"{what}: {path} is a directory; name a file")
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{what}: {path} is no ordinary file")
+        if path.exists() and not os.access(path, os.W_OK):
+            raise ValueError(f"{what}: {path} is there and may not be written")
+        _try_in(path.parent)
+    except OSError as error:
+        raise _unwritable(what, path, error) from None
+
+
+def check_folder(what: str, path: Path) -> None:
+    """Raises `ValueError` unless files can be written into a folder `path`, which may be missing."""
+    try:
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{what}: {path} is no folder")
+        _try_in(path)
+    except OSError as error:
+        raise _unwritable(what, path, error) from None
+
+
+def _try_in(folder: Path) -> None:
+    """Makes a file without a name in the folder, or in the first one above it that is there."""
+    whole = folder.absolute()
+    with tempfile.TemporaryFile(dir=next(place for place in (whole, *whole.parents) if place.exists())):
+        pass
+
+
+def _unwritable(what: str, path: Path, error: OSError) -> ValueError:
+    return ValueError(f"{what}: {path} can't be written: {error.strerror}")
+
+
+def profile_can_be_saved() -> None:
+    """Raises `ValueError` if the profile, in which a command would save what it finds, can't be written."""
+    from dovetail import env
+
+    check_file("DOVETAIL_PROFILE", env.profile_path())
+
+
+def save(record: Record, path: Path) -> None:
+    """Writes a record; an error names the path that was given."""
+    from dovetail.measure import record as records
+
+    try:
+        records.write(record, path)
+    except OSError as error:
+        raise OSError(f"--json: {path} can't be written: {error.strerror}") from error
+
+
+def _callback(
+    check: Callable[[str, Path], None],
+) -> Callable[[typer.CallbackParam, Path | None], Path | None]:
+    """For an option that names a path: `check` is called when the command line is read."""
+
+    def checked(parameter: typer.CallbackParam, path: Path | None) -> Path | None:
+        if path is not None:
+            check(max(parameter.opts, key=len), path)
+        return path
+
+    return checked
+
+
+def _plot(option: str, path: Path) -> None:
+    check_file(option, path, suffix=".html")
+    _needs_plotly(option)
+
+
+def _plots(option: str, path: Path) -> None:
+    check_folder(option, path)
+    _needs_plotly(option)
+
+
+def _needs_plotly(option: str) -> None:
+    import importlib.util
+
+    if importlib.util.find_spec("plotly") is None:
+        raise ValueError(f"{option} needs plotly: pip install 'dovetail-ml[report]'")
+
+
+FILE, FOLDER, PLOT, PLOTS = _callback(check_file), _callback(check_folder), _callback(_plot), _callback(_plots)
+"""Callbacks of options: a file, a folder, a page with a plot, a folder of such pages."""
+
 Json = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", dir_okay=False, help="Also write a record to FILE.")
+    Path | None, typer.Option("--json", metavar="FILE", callback=FILE, help="Also write a record to FILE.")
 ]
+"""A file for the record."""

@@ -46,7 +46,6 @@ def bench(backend: str, asked: Asked, bounds: Bounds, json: Path | None) -> None
     if asked.cost:
         _cost(backend, asked, spec, bounds, json)
         return
-    _refuse_plot(asked.plot)
     if backend == "cpu":
         if bounds != Bounds():
             raise ValueError("--force and --pin are for --backend cuda")
@@ -118,18 +117,6 @@ def _spec(asked: Asked, backend: str) -> Spec:
         energy=asked.energy,
         least_us=LEAST_US if asked.least is None else asked.least,
     )
-
-
-def _refuse_plot(folder: Path | None) -> None:
-    """Before anything is measured."""
-    if folder is None:
-        return
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--plot: {folder} is no folder")
-    import importlib.util
-
-    if importlib.util.find_spec("plotly") is None:
-        raise ValueError("--plot needs plotly: pip install 'dovetail-ml[report]'")
 
 
 def _on_gpu(spec: Spec, bounds: Bounds) -> tuple[Found, Row]:

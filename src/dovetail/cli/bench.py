@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,8 @@ import typer
 
 from dovetail.bench.gpu.spec import BACKENDS, BESIDE, COPIES, PEERS, WORK, Bounds, CollectiveSpec, Effort, one_of
 from dovetail.bench.spec import AUTO, COLLECTIVES, CPU, CUDA, DTYPES, OURS, TENSORS, Spec
-from dovetail.cli._output import Json
+from dovetail.cli import _ranks
+from dovetail.cli._output import PLOTS, Json
 from dovetail.measure.sizes import format_bytes, geometric, parse_bytes
 
 if TYPE_CHECKING:
@@ -62,13 +64,16 @@ dovetail bench fused --backend cuda --peers ranks --ranks 2 --op gemv_all_reduce
 _EVERY = "all"
 _BEGIN, _FACTOR = "1K", 4.0
 KV, OVERLAP, FUSED = "kv", "overlap", "fused"
-_COLLECTIVE_HELP = (
-    f"{', '.join(COLLECTIVES)}, {_EVERY}, kv, overlap, fused; with --backend cuda and host peers: {', '.join(WORK)}."
-)
+_KNOWN = (*COLLECTIVES, _EVERY, KV, OVERLAP, FUSED)
+_COLLECTIVE_HELP = f"{', '.join(_KNOWN)}; with --backend cuda and host peers: {', '.join(WORK)}."
 _BASELINE_HELP = f"Out of {', '.join(OURS[CPU])}; between ranks on GPUs {', '.join(OURS[CUDA])}; or none. Default: all."
 _END, _RANKS = "16M", {CPU: 2, CUDA: 4}
 _NONE = "none"
 _HOST, _RANK_PROCESSES = PEERS
+_OF_COLLECTIVES, _OF_CUDA, _OF_KV, _OF_SERVE, _OF_OVERLAP, _OF_FUSED = (
+    partial(typer.Option, rich_help_panel=f"Options of {name}")
+    for name in ("collectives", "--backend cuda", KV, f"{KV} --serve", OVERLAP, FUSED)
+)
 _QUICK_S, _SECONDS = 0.03, 0.25
 _QUICK_LIMIT_S = 45.0
 _ROUNDS = 20
@@ -82,42 +87,42 @@ def register(app: typer.Typer) -> None:
 def bench(
     collective: Annotated[str, typer.Argument(metavar="COLLECTIVE", help=_COLLECTIVE_HELP)],
     backend: Annotated[str, typer.Option(help="cpu, or cuda: tensors on GPUs.")] = BACKENDS[0],
-    peers: Annotated[str | None, typer.Option(help="cuda: host memory (the default), or ranks.")] = None,
+    peers: Annotated[str | None, _OF_CUDA(help="host: memory (the default), or ranks: processes.")] = None,
     ranks: Annotated[int | None, typer.Option("--ranks", "-n", help="How many ranks: 2; cuda 4.")] = None,
-    begin: Annotated[str, typer.Option("--begin", "-b", help="Smallest size: what each rank contributes.")] = _BEGIN,
-    end: Annotated[str | None, typer.Option("--end", "-e", help="Largest size: 16M; copies 1G.")] = None,
-    factor: Annotated[float, typer.Option("--factor", "-f", help="From one size to the next.")] = _FACTOR,
-    variant: Annotated[str, typer.Option(help="Variants of ours; the verdict is about the first.")] = AUTO,
-    baseline: Annotated[str | None, typer.Option(help=_BASELINE_HELP)] = None,
-    tensors: Annotated[str, typer.Option(help=f"Our tensors: {' or '.join(TENSORS)}.")] = TENSORS[0],
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = DTYPES[0],
+    begin: Annotated[str, _OF_COLLECTIVES("--begin", "-b", help="Smallest size: what each rank contributes.")] = _BEGIN,
+    end: Annotated[str | None, _OF_COLLECTIVES("--end", "-e", help="Largest size: 16M; copies 1G.")] = None,
+    factor: Annotated[float, _OF_COLLECTIVES("--factor", "-f", help="From one size to the next.")] = _FACTOR,
+    variant: Annotated[str, _OF_COLLECTIVES(help="Variants of ours; the verdict is about the first.")] = AUTO,
+    baseline: Annotated[str | None, _OF_COLLECTIVES(help=_BASELINE_HELP)] = None,
+    tensors: Annotated[str, _OF_COLLECTIVES(help=f"Our tensors: {' or '.join(TENSORS)}.")] = TENSORS[0],
+    dtype: Annotated[str, _OF_COLLECTIVES(help=f"One of {', '.join(DTYPES)}.")] = DTYPES[0],
     iters: Annotated[int | None, typer.Option(help="Calls of each at each size; as many as fit if not given.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Less time for each size.")] = False,
-    energy: Annotated[bool, typer.Option("--energy", help="cuda: joules per GB too.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="cuda: measure although others use the GPU.")] = False,
-    pin: Annotated[str | None, typer.Option(metavar="SIZE", help="cuda: host memory to pin at most.")] = None,
-    layout: Annotated[str | None, typer.Option(help="kv: models such as llama-8b,llama-70b-tp4,mla, or all.")] = None,
-    tokens: Annotated[str | None, typer.Option(help="kv: how many tokens are fetched and stored: 1K,8K.")] = None,
-    cache: Annotated[str | None, typer.Option(help="kv: size of the cache: 1G; cuda 2G; --serve 16G.")] = None,
-    path: Annotated[str | None, typer.Option(help="kv: auto, dma-2d, ..., all; --serve: also loop, vllm, ...")] = None,
-    outermost: Annotated[str | None, typer.Option(help="kv: layer or block.")] = None,
-    direction: Annotated[str | None, typer.Option(help="kv: fetch, store, both (at once).")] = None,
-    beside: Annotated[str | None, typer.Option(help="kv: beside what: idle,gemm,decode.")] = None,
-    serve: Annotated[bool, typer.Option("--serve", help="kv: end to end, in a model of transformers.")] = False,
-    model: Annotated[str | None, typer.Option(help="--serve: llama-8b, llama-8b-tp4 (16 KB pages), tiny.")] = None,
-    hit: Annotated[str | None, typer.Option(help="--serve: shares of requests whose prefix is kept.")] = None,
-    requests: Annotated[int | None, typer.Option(help="--serve: how many are served in a pass.")] = None,
-    new: Annotated[int | None, typer.Option(help="--serve: tokens to decode of each request: 4.")] = None,
-    offload: Annotated[str | None, typer.Option(help="--serve: also contexts in host memory, in tokens.")] = None,
-    suite: Annotated[str | None, typer.Option(help="overlap: llama.")] = None,
-    scenario: Annotated[str | None, typer.Option(help="overlap: names of scenarios, * for anything.")] = None,
-    strategy: Annotated[str | None, typer.Option(help="overlap: streams, dma, ...; serial is always there.")] = None,
-    least: Annotated[float | None, typer.Option(metavar="US", help="overlap: computations take at least: 300.")] = None,
-    cost: Annotated[bool, typer.Option("--cost", help="overlap: what run() costs the host, instead.")] = False,
-    plot: Annotated[Path | None, typer.Option(metavar="DIR", help="overlap: also write plots (.html) to DIR.")] = None,
-    op: Annotated[str | None, typer.Option(help="fused: all, or names such as gemm_all_to_all.")] = None,
-    transport: Annotated[str | None, typer.Option(help="fused: store, dma, ...; unfused is always there.")] = None,
-    ablate: Annotated[bool, typer.Option("--ablate", help="fused: also order, slices, a late rank.")] = False,
+    energy: Annotated[bool, _OF_CUDA("--energy", help="Joules per GB too.")] = False,
+    force: Annotated[bool, _OF_CUDA("--force", help="Measure although others use the GPU.")] = False,
+    pin: Annotated[str | None, _OF_CUDA(metavar="SIZE", help="Host memory to pin at most.")] = None,
+    layout: Annotated[str | None, _OF_KV(help="Models such as llama-8b,llama-70b-tp4,mla, or all.")] = None,
+    tokens: Annotated[str | None, _OF_KV(help="How many tokens are fetched and stored: 1K,8K.")] = None,
+    cache: Annotated[str | None, _OF_KV(help="Size of the cache: 1G; cuda 2G; --serve 16G.")] = None,
+    path: Annotated[str | None, _OF_KV(help="auto, dma-2d, ..., all; --serve: also loop, vllm, ...")] = None,
+    outermost: Annotated[str | None, _OF_KV(help="layer or block.")] = None,
+    direction: Annotated[str | None, _OF_KV(help="fetch, store, both (at once).")] = None,
+    beside: Annotated[str | None, _OF_KV(help="Beside what: idle,gemm,decode.")] = None,
+    serve: Annotated[bool, _OF_SERVE("--serve", help="End to end, in a model of transformers.")] = False,
+    model: Annotated[str | None, _OF_SERVE(help="llama-8b, llama-8b-tp4 (16 KB pages), tiny.")] = None,
+    hit: Annotated[str | None, _OF_SERVE(help="Shares of requests whose prefix is kept.")] = None,
+    requests: Annotated[int | None, _OF_SERVE(help="How many are served in a pass.")] = None,
+    new: Annotated[int | None, _OF_SERVE(help="Tokens to decode of each request: 4.")] = None,
+    offload: Annotated[str | None, _OF_SERVE(help="Also contexts in host memory, in tokens.")] = None,
+    suite: Annotated[str | None, _OF_OVERLAP(help="llama.")] = None,
+    scenario: Annotated[str | None, _OF_OVERLAP(help="Names of scenarios, * for anything.")] = None,
+    strategy: Annotated[str | None, _OF_OVERLAP(help="streams, dma, ...; serial is always there.")] = None,
+    least: Annotated[float | None, _OF_OVERLAP(metavar="US", help="Computations take at least: 300.")] = None,
+    cost: Annotated[bool, _OF_OVERLAP("--cost", help="What run() costs the host, instead.")] = False,
+    plot: Annotated[Path | None, _OF_OVERLAP(metavar="DIR", callback=PLOTS, help="Also write plots to DIR.")] = None,
+    op: Annotated[str | None, _OF_FUSED(help="all, or names such as gemm_all_to_all.")] = None,
+    transport: Annotated[str | None, _OF_FUSED(help="store, dma, ...; unfused is always there.")] = None,
+    ablate: Annotated[bool, _OF_FUSED("--ablate", help="Also order, slices, a late rank.")] = False,
     json: Json = None,
 ) -> None:
     """Measure a collective beside its baselines, in the manner of nccl-tests.
@@ -138,6 +143,10 @@ def bench(
     """
     one_of("backend", backend, BACKENDS)
     one_of("peers", peers or _HOST, PEERS)
+    if collective not in (*_KNOWN, *WORK):
+        on_gpus = f"with --backend cuda also {COPIES}, {BESIDE}"
+        raise ValueError(f"collective: {collective!r} is not known; there are {', '.join(_KNOWN)}; {on_gpus}")
+    _ranks.check(ranks)
     kv: dict[str, Any] = {"layout": layout, "tokens": tokens, "cache": cache, "path": path, "outermost": outermost}
     kv |= {"direction": direction, "beside": beside}
     serving: dict[str, Any] = {"model": model, "hit": hit, "requests": requests, "new": new, "offload": offload}
@@ -146,6 +155,7 @@ def bench(
     fused: dict[str, Any] = {"op": op, "transport": transport, "ablate": ablate or None}
     changed = {"begin": begin != _BEGIN, "factor": factor != _FACTOR, "variant": variant != AUTO}
     changed |= {"tensors": tensors != TENSORS[0], "dtype": dtype != DTYPES[0]}
+    _refuse_blank(kv | serving | paired | fused | {"variant": variant, "baseline": baseline})
     if collective != FUSED:
         _refuse({name: given is not None for name, given in fused.items()}, FUSED)
     if collective == OVERLAP:
@@ -245,6 +255,13 @@ def _refuse(given: dict[str, bool], others: str) -> None:
     """Raise `ValueError` for an option that is given and belongs to `others`."""
     for option in (name for name, is_given in given.items() if is_given):
         raise ValueError(f"--{option} is for {others}")
+
+
+def _refuse_blank(given: dict[str, Any]) -> None:
+    """Raise `ValueError` for a list of names that is given and has none in it: it is no way to say all."""
+    for name, text in given.items():
+        if isinstance(text, str) and not words(text):
+            raise ValueError(f"--{name}: {text!r} names nothing; leave it out for what is usual")
 
 
 def _on_gpu(

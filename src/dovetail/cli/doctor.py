@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dovetail.cli._output import Json
+from dovetail import env
+from dovetail.cli import _ranks
+from dovetail.cli._output import Json, profile_can_be_saved, save
 
 if TYPE_CHECKING:
     from dovetail.coll.selftest import Outcome
     from dovetail.hw.gpu.proof import Proof
+    from dovetail.measure.doctor import Finding
 
 _EXAMPLES = """Examples:
 
@@ -61,11 +64,15 @@ def doctor(
     """
     if backend is not None and backend not in _BACKENDS:
         raise ValueError(f"--backend: {backend!r} is not known; there are {', '.join(_BACKENDS)}")
+    _ranks.check(ranks)
+    if not 0 < timeout < float("inf"):
+        raise ValueError(f"--timeout: {timeout:g} must be seconds above 0")
     if prove and selftest and json is not None:
         raise ValueError("--json is for one record: give --prove or --selftest with it, not both")
     if not prove and not selftest:
         _examine(json)
         return
+    profile_can_be_saved()
     good = _prove(backend or _gpu_backend(), force, json) if prove else True
     if selftest:
         good &= _selftest(backend, ranks, timeout, json)
@@ -79,7 +86,7 @@ def _examine(json: Path | None) -> None:
 
     from dovetail.measure.doctor import State, examine
 
-    findings = examine()
+    findings = [*examine(), *_forced()]
     styles = {State.OK: "green", State.WARNING: "yellow", State.FAILED: "red"}
     console = _console()
     first = findings[0]
@@ -97,6 +104,23 @@ def _examine(json: Path | None) -> None:
         raise typer.Exit(1)
 
 
+def _forced() -> list[Finding]:
+    """Forced choices that there are none of: their names are known further up than where the doctor's checks lie."""
+    from dovetail.coll.recipes import VARIANTS
+    from dovetail.measure.doctor import Finding, State
+
+    wrong = []
+    try:
+        env.transport()
+    except ValueError as error:
+        wrong.append(str(error))
+    known = sorted({name for names in VARIANTS.values() for name in names} | {"torch", "auto"})
+    if (variant := env.variant()) and variant not in known:
+        wrong.append(f"DOVETAIL_VARIANT={variant!r} is no variant; there are {', '.join(known)}")
+    mend = "see docs/environment.md"
+    return [Finding(check="forced choices", state=State.FAILED, value=text, mend=mend) for text in wrong]
+
+
 def _console() -> Any:
     from rich.console import Console
 
@@ -110,7 +134,7 @@ def _write(kind: str, rows: list[dict[str, Any]], path: Path, gpu: Mapping[str, 
     if gpu is not None:
         facts = {name: fact for name, fact in gpu.items() if name != "uuid"}
         made = replace(made, machine={**made.machine, "gpu": facts})
-    record.write(made, path)
+    save(made, path)
 
 
 def _gpu_backend() -> str:

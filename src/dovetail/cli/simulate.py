@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dovetail.cli._output import Json
+from dovetail.cli._output import FILE, FOLDER, PLOT, Json, save
 from dovetail.measure.sizes import format_bytes, geometric
 
 _HELP = "Price plans, collectives and changes on a machine that isn't here. Every figure is simulated."
@@ -56,7 +56,9 @@ _Ranks = Annotated[int | None, typer.Option("--ranks", "-n", min=2, help="Ranks 
 _Begin = Annotated[str, typer.Option("--begin", "-b", help="Smallest total: chunk x ranks.")]
 _End = Annotated[str, typer.Option("--end", "-e", help="Largest total.")]
 _Factor = Annotated[float, typer.Option("--factor", "-f", help="From one size to the next.")]
-_Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also write a plot to FILE (.html).")]
+_Plot = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE", callback=PLOT, help="Also write a plot to FILE (.html).")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -191,7 +193,9 @@ def fit(
     free: Annotated[str | None, typer.Option(help="Constants that may change, such as host.submit_ns,...")] = None,
     backend: Annotated[str, typer.Option(help="Whose points of a profile or record: cpu or cuda.")] = "cpu",
     check: Annotated[bool, typer.Option("--check", help="Only say the error; change nothing.")] = False,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the machine file here.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", callback=FILE, help="Write the machine file here.")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="The new machine's name.")] = None,
     json: Json = None,
 ) -> None:
@@ -223,6 +227,7 @@ def fit(
         print(line)
     new = dataclasses.replace(found.machine, name=name or found.machine.name)
     if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
         print(f"machine file: {files.write(new, output)}")
     _record("simulate_fit", work.rows(new.name, found), json)
 
@@ -235,7 +240,9 @@ def astra(
     workload: Annotated[str | None, typer.Option(metavar="PREFIX", help="Chakra traces PREFIX.0.et, ...")] = None,
     mode: Annotated[str, typer.Option(help="astra: as ASTRA-sim counts; links: real contention.")] = "astra",
     algorithm: Annotated[str | None, typer.Option(help="links: direct (the default), ring or dimension.")] = None,
-    write: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write files that ASTRA-sim can run.")] = None,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", callback=FOLDER, help="Write files that ASTRA-sim can run.")
+    ] = None,
     json: Json = None,
 ) -> None:
     """Price a collective or a Chakra workload on a network, to the nanosecond as ASTRA-sim's analytical backend does.
@@ -306,6 +313,7 @@ def _plot(
     from dovetail.report import lines
 
     limits = {"link limit": limit}
+    path.parent.mkdir(parents=True, exist_ok=True)
     made = lines.write(path, series, limits=limits, like=like, title=title, note=note, x=x, y="time (us)")
     print(f"plot: {made}")
 
@@ -315,4 +323,4 @@ def _record(kind: str, rows: list[dict[str, Any]], path: Path | None) -> None:
         return
     from dovetail.measure import record
 
-    record.write(record.new(kind, ["dovetail", *sys.argv[1:]], rows, simulated=True), path)
+    save(record.new(kind, ["dovetail", *sys.argv[1:]], rows, simulated=True), path)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from dovetail.cli._output import FILE
 from dovetail.measure.sizes import format_bytes, parse_bytes
 
 _EXAMPLES = """Examples:
@@ -27,10 +28,14 @@ def trace(
     collective: Annotated[str, typer.Option(help="all_gather, all_to_all, all_reduce, ..., or copy.")] = "all_gather",
     variant: Annotated[str | None, typer.Option(help="Such as pcpy, bcst, swap, b2b; by default the first.")] = None,
     size: Annotated[str, typer.Option("--size", "-s", help="Total: chunk x ranks.")] = "1M",
-    ranks: Annotated[int | None, typer.Option("--ranks", "-n", help="Ranks that take part; all if not given.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", "-n", min=2, help="Ranks that take part; all if not given.")
+    ] = None,
     prelaunch: Annotated[bool, typer.Option("--prelaunch", help="Queued beforehand.")] = False,
     complete: Annotated[bool, typer.Option("--complete", help="With the handshake and a rank's own piece.")] = False,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="To write.")] = Path("trace.json"),
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", callback=FILE, help="To write.")] = Path(
+        "trace.json"
+    ),
 ) -> None:
     """Write a simulated timeline of a collective: one track per engine, per link and per host thread.
 

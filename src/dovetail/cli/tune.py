@@ -10,7 +10,8 @@ import typer
 
 from dovetail.bench.gpu.spec import BACKENDS, one_of
 from dovetail.bench.spec import CPU
-from dovetail.cli._output import Json
+from dovetail.cli import _ranks
+from dovetail.cli._output import Json, profile_can_be_saved
 from dovetail.cli.bench import progress_bar, words
 from dovetail.measure.sizes import format_bytes, geometric, parse_bytes
 
@@ -67,9 +68,10 @@ def tune(
     one. On a GPU the collectives' `auto` uses the figures where the self-test has passed (dovetail doctor --selftest).
     """
     one_of("backend", backend, BACKENDS)
+    profile_can_be_saved()
     if force and backend == CPU:
         raise ValueError("--force is for --backend cuda")
-    for name in words(only):
+    for name in words(only) or ("",):
         if name not in _SECTIONS:
             raise ValueError(f"--only: {name!r} is not known; there are {', '.join(_SECTIONS)}")
     for name in ("kv", "overlap", "fused"):
@@ -90,7 +92,7 @@ def tune(
         refuse({"cache": cache}, "--only kv")
         from dovetail.cli import _fused
 
-        _fused.tune(backend, _numbers(ranks or "2"), parse_seconds(budget), json)
+        _fused.tune(backend, _numbers("2" if ranks is None else ranks), parse_seconds(budget), json)
         return
     if only == "kv":
         refuse({"ranks": ranks, "begin": begin, "end": end, "factor": factor}, "--only coll")
@@ -99,7 +101,7 @@ def tune(
         _kv.tune(backend, parse_bytes(cache or "16G"), parse_seconds(budget), force, json)
         return
     refuse({"cache": cache}, "--only kv")
-    numbers = _numbers(ranks or "2,4")
+    numbers = _numbers("2,4" if ranks is None else ranks)
     sizes = geometric(begin or "1K", end or "16M", factor or 4)
     budget_s = parse_seconds(budget)
     from dovetail.bench import placement
@@ -147,8 +149,11 @@ def parse_seconds(text: str) -> float:
 
 def _numbers(text: str) -> list[int]:
     numbers = [int(word) if word.isdecimal() else 0 for word in words(text)]
-    if not numbers or min(numbers) < 1:
-        raise ValueError(f"--ranks: {text!r} must be numbers of at least 1, such as 2,4")
+    if not numbers:
+        raise ValueError(f"--ranks: {text!r} names nothing; give numbers, such as 2,4")
+    for word, number in zip(words(text), numbers, strict=True):
+        if not _ranks.FEWEST <= number <= _ranks.MOST:
+            raise ValueError(f"--ranks: {word!r} must be a number, {_ranks.FEWEST} to {_ranks.MOST}; such as 2,4")
     return sorted(set(numbers))
 
 

@@ -138,7 +138,7 @@ def splits(name: str, sizes: Any, t: torch.Tensor, world: int) -> list[int]:
             raise ValueError(f"{name} has {rows} rows, which {world} ranks can't share equally: give its split sizes")
         sizes = [rows // world] * world
     if len(sizes) != world or any(not isinstance(n, int) or n < 0 for n in sizes):
-        raise ValueError(f"{name}'s split sizes must be {world} whole numbers, not {list(sizes)}")
+        raise ValueError(f"{name}'s split sizes must be {world} whole numbers, 0 or more, not {list(sizes)}")
     if sum(sizes) != rows:
         raise ValueError(f"{name}'s split sizes {list(sizes)} sum to {sum(sizes)}, it has {rows} rows")
     row_bytes = t.nbytes // rows if rows else 0

@@ -116,8 +116,10 @@ def run(
         cases: by default all of `cases.table`.
         seed: of the data; a new one each time by default.
     """
-    if ranks < 2:
-        raise ValueError(f"the self-test needs at least 2 ranks, not {ranks}")
+    if not 2 <= ranks <= spawn.MOST_RANKS:
+        raise ValueError(f"the self-test takes 2 to {spawn.MOST_RANKS} ranks, not {ranks}")
+    if not limit_s > 0:
+        raise ValueError(f"limit_s must be seconds above 0, not {limit_s:g}")
     if backend not in ("cpu", "cuda", "hip"):
         raise ValueError(f"there are the backends cpu, cuda and hip, not {backend!r}")
     chosen = list(trials.table(ranks) if cases is None else cases)

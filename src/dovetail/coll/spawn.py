@@ -1,13 +1,17 @@
 """`launch(fn, ranks=N)`: runs a function on N ranks of this machine, from a script or a notebook.
 
 Owns the child processes: starts them, collects results and errors, and ends all of them by their ids when one fails,
-when the caller is interrupted, or when time is up. Nothing is left running.
+when the caller is interrupted, or when time is up. Should this process be killed, they end by themselves. Nothing is
+left running.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copyreg
+import ctypes
+import importlib
+import io
 import multiprocessing as mp
 import multiprocessing.connection as mpc
 import operator
@@ -25,7 +29,10 @@ from typing import Any
 
 from dovetail.errors import DovetailError, PeerError, Timeout
 
+MOST_RANKS = 1024
+"""No machine has memory for as many processes; a larger number is a slip, and would take the machine down."""
 _GRACE_S = 2.0
+_PR_SET_PDEATHSIG = 1
 
 
 def _let_torch_ops_pass() -> None:
@@ -41,6 +48,57 @@ def _name_of_torch_ops(_: Any) -> tuple[Any, ...]:
     return operator.attrgetter("ops"), (sys.modules["torch"],)
 
 
+def _packed(job: tuple[Callable[..., Any], tuple[Any, ...]]) -> bytes:
+    """What is sent to the ranks: by value, so that functions of a notebook can go, but for Triton's kernels.
+
+    A kernel holds locks and can't be copied; it goes by its module and name, also if that is the program itself, which
+    every rank has imported.
+    """
+    import cloudpickle
+
+    class Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            found = _home_of(obj)
+            return super().reducer_override(obj) if found is None else (_from_home, found)
+
+    _let_torch_ops_pass()
+    text = io.BytesIO()
+    try:
+        Pickler(text).dump(job)
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        name = getattr(job[0], "__name__", repr(job[0]))
+        mend = "put what can't be sent, such as a Triton kernel, at the top level of a file, or make it inside"
+        raise TypeError(f"{name} or its arguments can't be sent to the ranks: {error}; {mend} {name}") from error
+    return text.getvalue()
+
+
+def _home_of(obj: Any) -> tuple[str, str] | None:
+    """Module and name of a Triton kernel that the ranks can import; None for all else."""
+    jit = sys.modules.get("triton.runtime.jit")
+    if jit is None or not isinstance(obj, jit.KernelInterface):
+        return None
+    function = obj
+    while hasattr(function, "fn"):  # tuned kernels hold kernels
+        function = function.fn
+    module, name = getattr(function, "__module__", ""), getattr(function, "__name__", "")
+    if getattr(sys.modules.get(module), name, None) is not obj or (module == "__main__" and not _ranks_import_main()):
+        return None
+    return module, name
+
+
+def _ranks_import_main() -> bool:
+    """Whether the program is a file or a module, which new processes import; a notebook or a terminal is none."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        return not (spec.name == "__main__" or spec.name.endswith(".__main__"))
+    return getattr(main, "__file__", None) is not None
+
+
+def _from_home(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
 def launch(
     fn: Callable[..., Any],
     ranks: int,
@@ -52,21 +110,20 @@ def launch(
     """Calls `fn(*args)` in `ranks` new processes, each with `dovetail.init()` done; returns the results by rank.
 
     Args:
-        fn: any callable, lambdas and functions of a notebook included; sent by cloudpickle.
-        ranks: how many.
+        fn: any callable, lambdas and functions of a notebook included; sent by cloudpickle. Triton kernels that it uses
+            must be at the top level of a file.
+        ranks: how many, at most 1024.
         timeout: seconds for everything (default: no limit).
         env: variables to set in the children.
 
     Raises:
         The error of the first rank that failed, with its traceback as a note; `PeerError` if a rank died without one;
-        `Timeout` if time is up.
+        `Timeout` if time is up. Before anything starts: `ValueError` for a wrong number of ranks, `TypeError` for what
+        can't be sent to them.
     """
-    import cloudpickle
-
-    if ranks < 1:
-        raise ValueError(f"ranks must be at least 1, not {ranks}")
-    _let_torch_ops_pass()
-    job = cloudpickle.dumps((fn, tuple(args)))
+    if not 1 <= ranks <= MOST_RANKS:
+        raise ValueError(f"ranks must be 1 to {MOST_RANKS}, not {ranks}: each is a process of this machine")
+    job = _packed((fn, tuple(args)))
     token = uuid.uuid4().hex
     context = mp.get_context("spawn")
     workers: list[tuple[Any, Any]] = []
@@ -82,8 +139,8 @@ def launch(
             process = context.Process(target=_child, args=(job, more, theirs), daemon=True)
             with _interrupts_held():
                 process.start()
-            theirs.close()
-            workers.append((process, ours))
+                theirs.close()
+                workers.append((process, ours))
         return _collect(workers, None if timeout is None else time.monotonic() + timeout)
     finally:
         _end(workers)
@@ -93,26 +150,43 @@ def launch(
 def _interrupts_held() -> Iterator[None]:
     """A Ctrl-C of the terminal reaches all its processes: a new one inherits that it is held, until it is ready for it.
 
-    Here it comes when this ends, also if another thread gets it meanwhile: a process that is half started would talk.
+    Here it comes when this ends, also if another thread gets it meanwhile, and so does SIGTERM where it is handled: a
+    process that is half started would talk, or be forgotten.
     """
     resource_tracker.ensure_running()  # it lets go of the signal when it starts its process
-    came: list[Any] = []
-    handler = signal.getsignal(signal.SIGINT)
-    ours = threading.current_thread() is threading.main_thread() and callable(handler)
-    if ours:
-        signal.signal(signal.SIGINT, lambda *args: came.append(args))
+    came: list[tuple[int, Any]] = []
+    held: dict[int, Callable[[int, Any], Any]] = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = [(int(number), signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
+        held = {number: handler for number, handler in handlers if callable(handler)}
+    for number in held:
+        signal.signal(number, lambda *args: came.append(args))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if ours:
-            signal.signal(signal.SIGINT, handler)
-    if came and callable(handler):
-        handler(*came[0])
+        for number, handler in held.items():
+            signal.signal(number, handler)
+    for number, frame in came[:1]:
+        held[number](number, frame)
+
+
+def _end_with_launcher() -> None:
+    """In a rank: it is killed when the thread that launched it ends, which waits for it as long as it lives.
+
+    So a launcher that was killed leaves no rank behind; a rank may be inside a call that never looks at a pipe.
+    """
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux only, as ranks are
+    if prctl:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    launcher = mp.parent_process()
+    if launcher is not None and not launcher.is_alive():  # gone before that was set
+        os._exit(1)
 
 
 def _child(job: bytes, more: dict[str, str], pipe: Any) -> None:
+    _end_with_launcher()
     os.environ.update(more)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent ends us; no traceback of ours in between
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

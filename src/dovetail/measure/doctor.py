@@ -255,7 +255,7 @@ def profile_in_force() -> Finding:
 
 def environment() -> Finding:
     """Variables that are set, misspelt, or hold what they cannot."""
-    accessors = (env.engines, env.check, env.disable, env.timeout_s, env.heap_bytes, env.log_level)
+    accessors = (env.engines, env.check, env.disable, env.timeout_s, env.heap_bytes, env.log_level, env.transport)
     for accessor in accessors:
         try:
             accessor()

@@ -89,12 +89,20 @@ def _chosen(group: Group, call: calls.Call, has: tuple[str, ...], backend: str) 
     forced = told.get("transport")
     if forced and forced in has:
         return Choice(forced, "DOVETAIL_TRANSPORT")
+    choice = _by_figures(told, call, group.size, has, backend)
+    if not forced:
+        return choice
+    return Choice(choice.transport, f"DOVETAIL_TRANSPORT={forced}: this operator has none; {choice.reason}")
+
+
+def _by_figures(told: dict[str, Any], call: calls.Call, ranks: int, has: tuple[str, ...], backend: str) -> Choice:
+    """By what rank 0's profile has for the call."""
     if len(has) == 1:
         return Choice(UNFUSED, f"{backend} has no other transport for {call.op}")
     table = told.get("fused", {}).get(backend, {}).get(call.op, {})
     if not table and backend != "cpu":
-        return Choice(UNFUSED, "not measured on this GPU (`dovetail tune --only fused`)")
-    return from_table(table, call, group.size, has)
+        return Choice(UNFUSED, "nothing else was measured on this GPU; name a transport to try it")
+    return from_table(table, call, ranks, has)
 
 
 def _known(name: str, op: str, has: tuple[str, ...], backend: str, group: Group) -> str:

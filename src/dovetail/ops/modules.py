@@ -43,6 +43,7 @@ class EmbeddingAllToAll(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        _check(dim, "dim")
         self.mode, self.optimizer, self.lr, self.eps, self.transport = mode, optimizer, lr, eps, transport
         self.group_name = name_of(group)
         where = {"device": device, "dtype": dtype}
@@ -95,8 +96,22 @@ class _Linear(nn.Module):
     def __init__(self, n: int, k: int, group: Any, transport: str, device: Any, dtype: torch.dtype | None) -> None:
         super().__init__()
         self.group_name, self.transport = name_of(group), transport
+        _check(n, "out_features")
         self.weight = nn.Parameter(torch.empty((n, k), device=device, dtype=dtype))
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+
+    def extra_repr(self) -> str:
+        """Sizes, as torch.nn.Linear shows them."""
+        n, k = self.weight.shape
+        return f"in_features={k}, out_features={n}, transport={self.transport!r}"
+
+
+def _check(number: Any, name: str) -> None:
+    """Refuses what is no size, with the name that the caller knows."""
+    if not hasattr(number, "__index__"):
+        raise TypeError(f"{name} must be a whole number, not {number!r}")
+    if number < 1:
+        raise ValueError(f"{name} must be at least 1, not {number}")
 
 
 class RowParallelLinear(_Linear):
@@ -119,14 +134,26 @@ class RowParallelLinear(_Linear):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        _check(in_features, "in_features")
         size = named(name_of(group)).size
         if in_features % size:
             raise ValueError(f"in_features {in_features} can't be shared equally by {size} ranks")
         super().__init__(out_features, in_features // size, group, transport, device, dtype)
+        self.in_features, self.num_ranks = in_features, size
         self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
+
+    def extra_repr(self) -> str:
+        """Sizes of the layer, and how many ranks share its input features."""
+        n, k = self.weight.shape
+        sizes = f"in_features={self.in_features}, out_features={n}, bias={self.bias is not None}"
+        return f"{sizes}, {k} input features on each of {self.num_ranks} ranks, transport={self.transport!r}"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features / world], at most 64 rows in all."""
+        k = self.weight.shape[1]
+        if x.dim() == 0 or x.shape[-1] != k:
+            part = f"{k}, this rank's part of {self.in_features} input features"
+            raise ValueError(f"x must have a last dimension of {part}; its shape is {tuple(x.shape)}")
         flat = x.reshape(-1, x.shape[-1])
         out = api.gemv_all_reduce(flat, self.weight, group=self.group_name, transport=self.transport)
         out = out.reshape(*x.shape[:-1], out.shape[-1])
@@ -146,6 +173,7 @@ class ExpertParallelLinear(_Linear):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        _check(in_features, "in_features")
         super().__init__(out_features, in_features, group, transport, device, dtype)
 
     def forward(self, x: torch.Tensor, output_splits: Any = None, input_splits: Any = None) -> torch.Tensor:
