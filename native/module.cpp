@@ -55,6 +55,20 @@ std::shared_ptr<Program> make_program(int rank, int world, const nb::bytes& step
   return p;
 }
 
+// A run over two buffers: this rank's bytes, which begin with `mine`, and everybody's. kAsSeen if those are `seen`, otherwise
+// the status of the run.
+constexpr int kAsSeen = -1;
+int meet(Caller& caller, const std::vector<uint64_t>& pointers, const std::vector<int64_t>& bytes, const nb::bytes& mine,
+         const nb::bytes& seen) {
+  if (pointers.size() != 2 || bytes.size() != 2 || static_cast<int64_t>(mine.size()) > bytes[0])
+    throw std::invalid_argument("two buffers, of which the first has room for what this rank says");
+  std::memcpy(reinterpret_cast<char*>(pointers[0]), mine.c_str(), mine.size());
+  const int status = caller.run(pointers, bytes, {});
+  const bool same = static_cast<int64_t>(seen.size()) == bytes[1] &&
+                    std::memcmp(reinterpret_cast<const char*>(pointers[1]), seen.c_str(), seen.size()) == 0;
+  return status == static_cast<int>(Status::Done) && same ? kAsSeen : status;
+}
+
 }  // namespace
 }  // namespace dovetail
 
@@ -120,6 +134,31 @@ NB_MODULE(_native, m) {
   });
   m.def("copy", [](uint64_t dst, uint64_t src, uint64_t bytes) {
     std::memcpy(reinterpret_cast<char*>(dst), reinterpret_cast<const char*>(src), bytes);
+  });
+  // Copies (destination, source, bytes, ...), then ranks meet.
+  m.def("meet", [](Caller& caller, const std::vector<uint64_t>& pointers, const std::vector<int64_t>& bytes, const nb::bytes& mine,
+                   const nb::bytes& seen, const std::vector<uint64_t>& copies) {
+    if (copies.size() % 3) throw std::invalid_argument("copies are given by destination, source and bytes");
+    for (size_t i = 0; i < copies.size(); i += 3)
+      std::memcpy(reinterpret_cast<char*>(copies[i]), reinterpret_cast<const char*>(copies[i + 1]), copies[i + 2]);
+    return meet(caller, pointers, bytes, mine, seen);
+  });
+  // A sum over ranks by one meeting: this rank's part to the peers' stages, `meet`, and the parts in the order of ranks to
+  // `out`, which is this rank's. Only if everybody's bytes are `seen`: otherwise the caller looks at them first.
+  m.def("meet_and_add", [](Caller& caller, const std::vector<uint64_t>& pointers, const std::vector<int64_t>& bytes,
+                           const nb::bytes& mine, const nb::bytes& seen, const std::vector<uint64_t>& stages, int rank, uint64_t out,
+                           uint64_t part, int dtype, uint64_t items) {
+    for (size_t d = 0; d < stages.size(); ++d)
+      if (static_cast<int>(d) != rank)
+        std::memcpy(reinterpret_cast<char*>(stages[d] + rank * part), reinterpret_cast<const char*>(out), part);
+    const int status = meet(caller, pointers, bytes, mine, seen);
+    if (status != kAsSeen) return status;
+    std::vector<const char*> sources;
+    for (size_t s = 0; s < stages.size(); ++s)
+      sources.push_back(reinterpret_cast<const char*>(static_cast<int>(s) == rank ? out : stages[rank] + s * part));
+    reduce_items(static_cast<DType>(dtype), ReduceOp::Sum, reinterpret_cast<char*>(out), sources.data(),
+                 static_cast<int>(sources.size()), items);
+    return status;
   });
   m.def("pool", [](int dtype, bool wide, bool mean, const std::vector<uint64_t>& weights, int64_t dim, uint64_t values,
                    uint64_t offsets, int64_t batch, int64_t first, int64_t end, uint64_t scales, uint64_t out, int64_t out_stride) {

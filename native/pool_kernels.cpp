@@ -9,14 +9,14 @@
 namespace dovetail::DV_ISA {
 namespace {
 
-constexpr int64_t kSamples = 1 << 30;  // of a table before the next table: their rows of the output stay in L2
-constexpr int64_t kAhead = 12;    // values ahead whose rows are fetched
+constexpr int64_t kAhead = 32;    // values ahead whose rows are fetched
+constexpr int64_t kAheadOut = 8;  // samples ahead whose rows of the output are fetched: they lie apart
 constexpr int64_t kItems = 128;   // accumulators at a time: they stay in registers where rows are fp32
 
-template <class V>
+template <int kWritten = 0, class V>
 void fetch(const V* row, int64_t dim) {
   for (int64_t i = 0; i < std::min<int64_t>(dim * static_cast<int64_t>(sizeof(V)), 512); i += 64)
-    __builtin_prefetch(reinterpret_cast<const char*>(row) + i);
+    __builtin_prefetch(reinterpret_cast<const char*>(row) + i, kWritten);
 }
 
 template <class T, class I, bool kScaled, int kFull>
@@ -52,27 +52,26 @@ void run(const Pool& p) {
   const auto* values = reinterpret_cast<const I*>(p.values);
   const auto* scales = reinterpret_cast<const S*>(p.scales);
   auto* out = reinterpret_cast<S*>(p.out);
-  for (int64_t from = p.first; from < p.end; from += kSamples) {
-    const int64_t to = std::min(from + kSamples, p.end);
-    for (int t = 0; t < p.tables; ++t) {
-      const auto* table = reinterpret_cast<const S*>(p.weights[t]);
-      const int64_t* offsets = p.offsets + t * p.batch;
-      const int64_t last = offsets[p.batch];  // of this table
-      for (int64_t b = from; b < to; ++b) {
-        S* row = out + (b - p.first) * p.out_stride + t * p.dim;
-        int64_t column = 0;
-        for (; column + 128 <= p.dim; column += 128)
-          bag<T, I, kScaled, 128>(table, p.dim, column, 128, values, offsets[b], offsets[b + 1], last, scales, p.mean, row + column);
-        for (; column + 64 <= p.dim; column += 64)
-          bag<T, I, kScaled, 64>(table, p.dim, column, 64, values, offsets[b], offsets[b + 1], last, scales, p.mean, row + column);
-        for (; column + 32 <= p.dim; column += 32)
-          bag<T, I, kScaled, 32>(table, p.dim, column, 32, values, offsets[b], offsets[b + 1], last, scales, p.mean, row + column);
-        for (; column + 16 <= p.dim; column += 16)
-          bag<T, I, kScaled, 16>(table, p.dim, column, 16, values, offsets[b], offsets[b + 1], last, scales, p.mean, row + column);
-        if (column < p.dim)
-          bag<T, I, kScaled, 0>(table, p.dim, column, p.dim - column, values, offsets[b], offsets[b + 1], last, scales, p.mean,
-                                    row + column);
-      }
+  // Table by table, since its rows stay in a cache; samples lie apart in the output then, so these are fetched too.
+  for (int t = 0; t < p.tables; ++t) {
+    const auto* table = reinterpret_cast<const S*>(p.weights[t]);
+    const int64_t* offsets = p.offsets + t * p.batch;
+    const int64_t last = offsets[p.batch];  // of this table
+    for (int64_t b = p.first; b < p.end; ++b) {
+      S* row = out + (b - p.first) * p.out_stride + t * p.dim;
+      if (b + kAheadOut < p.end) fetch<1>(row + kAheadOut * p.out_stride, p.dim);
+      int64_t column = 0;
+      for (; column + 128 <= p.dim; column += 128)
+        bag<T, I, kScaled, 128>(table, p.dim, column, 128, values, offsets[b], offsets[b + 1], last, scales, p.mean, row + column);
+      for (; column + 64 <= p.dim; column += 64)
+        bag<T, I, kScaled, 64>(table, p.dim, column, 64, values, offsets[b], offsets[b + 1], last, scales, p.mean, row + column);
+      for (; column + 32 <= p.dim; column += 32)
+        bag<T, I, kScaled, 32>(table, p.dim, column, 32, values, offsets[b], offsets[b + 1], last, scales, p.mean, row + column);
+      for (; column + 16 <= p.dim; column += 16)
+        bag<T, I, kScaled, 16>(table, p.dim, column, 16, values, offsets[b], offsets[b + 1], last, scales, p.mean, row + column);
+      if (column < p.dim)
+        bag<T, I, kScaled, 0>(table, p.dim, column, p.dim - column, values, offsets[b], offsets[b + 1], last, scales, p.mean,
+                                  row + column);
     }
   }
 }

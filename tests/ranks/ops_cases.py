@@ -21,7 +21,7 @@ from dovetail import ops
 from dovetail.hw.world import Group
 from dovetail.ops import reference
 from dovetail.ops.choose import TRANSPORTS
-from dovetail.ops.cpu import pooling
+from dovetail.ops.cpu import pooling, store
 from dovetail.ops.group import OpsGroup, ops_group
 from tests.ranks import workers
 
@@ -111,17 +111,18 @@ def uneven(world: int, seed: int, most: int = 9) -> list[list[int]]:
 def embedding(
     world: int, local: int, dim: int, dtype: torch.dtype, seed: int, *, exact: bool = True, mode: str = "sum",
     scaled: bool = False, numbers_of: torch.dtype = torch.int64, by_lengths: bool = False, most: int = 6,
+    tables: int = 0,
 ) -> Problem:  # fmt: skip
-    """Ranks differ in their number of tables; many bags are empty."""
+    """Ranks differ in their number of tables, or have `tables`; many bags are empty."""
     g, draw = torch.Generator().manual_seed(seed * 37 + 5), random.Random(seed)
     weights, values, lengths, scales = [], [], [], []
     for r in range(world):
-        tables = 1 + (seed + 2 * r) % 3
-        rows = [draw.randint(1, 40) for _ in range(tables)]
+        many = tables or 1 + (seed + 2 * r) % 3
+        rows = [draw.randint(1, 40) for _ in range(many)]
         weights.append([numbers(g, (n, dim), dtype, exact=exact) for n in rows])
-        count = torch.randint(0, most + 1, (tables * local * world,), generator=g)
+        count = torch.randint(0, most + 1, (many * local * world,), generator=g)
         lengths.append(count * torch.randint(0, 2, count.shape, generator=g))
-        per_table = lengths[-1].view(tables, -1).sum(1).tolist() if local else [0] * tables
+        per_table = lengths[-1].view(many, -1).sum(1).tolist() if local else [0] * many
         values.append(torch.cat([torch.randint(0, n, (c,), generator=g) for n, c in zip(rows, per_table, strict=True)]))
         scales.append(numbers(g, (values[-1].numel(),), dtype, exact=exact))
     offsets = [torch.nn.functional.pad(count.cumsum(0), (1, 0)) for count in lengths]
@@ -171,9 +172,20 @@ def poison_scratch(group: Group) -> None:
     dovetail.barrier(group=group)
 
 
-def two_meetings() -> Any:
+@contextlib.contextmanager
+def step_by_step(group: Group) -> Iterator[None]:
+    """Calls whose like was run before take no shorter way."""
+    ops_group(group).quick.clear()
+    with mock.patch.object(store.Repeated, "of", return_value=None):
+        yield
+    ops_group(group).quick.clear()
+
+
+@contextlib.contextmanager
+def two_meetings(group: Group) -> Iterator[None]:
     """Operators don't use what peers posted before: they agree, compute, and meet again."""
-    return mock.patch.object(OpsGroup, "push", return_value=None)
+    with step_by_step(group), mock.patch.object(OpsGroup, "push", return_value=None):
+        yield
 
 
 @contextlib.contextmanager

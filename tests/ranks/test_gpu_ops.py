@@ -63,7 +63,13 @@ class Kernels:
         c = calls.EmbeddingAllToAll(
             kernel._weights, values, offsets, kernel.B, mode, scales, 1, kernel.D
         )  # fmt: skip
-        self._run(lambda: [y[:, t].copy_(unfused.bags(c, t)) for t in range(kernel.T)], flags, value)
+        cuts = offsets[:: kernel.B].tolist()
+
+        def compute() -> None:
+            for t in range(kernel.T):
+                y[:, t].copy_(unfused.bags(c, t, *cuts[t : t + 2]))
+
+        self._run(compute, flags, value)
 
     def _run(self, compute: Any, flags: torch.Tensor, value: int) -> None:
         addresses = [address for address in flags.tolist() if address]

@@ -7,6 +7,7 @@ their computation; and each wait, once removed, is seen to be needed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import random
 import time
@@ -20,6 +21,8 @@ import torch
 import dovetail
 from dovetail import ops as fused
 from dovetail.errors import MismatchError
+from dovetail.hw.cpu import native
+from dovetail.hw.meeting import Meeting
 from dovetail.ops.cpu import dma, store
 from dovetail.ops.group import OpsGroup, ops_group
 from tests.ranks import workers
@@ -36,6 +39,7 @@ from tests.ranks.ops_cases import (
     product,
     slow,
     some,
+    step_by_step,
     transports,
     two_meetings,
     uneven,
@@ -287,14 +291,16 @@ def test_wait_for_what_peers_write(pools: Any, world: int, op: str, removed: boo
             return problems[1].is_right(g, problems[1].run(g, "store"))
 
     def job() -> bool:
-        with two_meetings():
+        with two_meetings(workers.world()):
             return body()
 
     assert pools.get(world).run(job) == [not removed, True]
 
 
 #: Operators that send to stages which peers have posted before.
-PUSHED = ("gemv_all_reduce", "gemm_all_to_all", "all_gather_matmul", "matmul_reduce_scatter")
+PUSHED = (
+    "gemv_all_reduce", "gemm_all_to_all", "all_gather_matmul", "matmul_reduce_scatter", "embedding_all_to_all"
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("removed", [False, True], ids=["waits", "removed"])
@@ -305,7 +311,11 @@ def test_wait_for_what_peers_pushed(pools: Any, world: int, op: str, removed: bo
 
     def job() -> bool:
         g = workers.world()
-        problems = [product(op, 2, (6, 9, 5), torch.float32, s) for s in (1, 2, 3)]
+        problems = [
+            embedding(2, 4, 5, torch.float32, s, tables=2) if op == "embedding_all_to_all"
+            else product(op, 2, (6, 9, 5), torch.float32, s)
+            for s in (1, 2, 3)
+        ]  # fmt: skip
         workers.poison(_checked(problems[0], "store"))
         _checked(problems[1], "store")
         poison_scratch(g)
@@ -318,13 +328,18 @@ def test_wait_for_what_peers_pushed(pools: Any, world: int, op: str, removed: bo
             used.append(found is not None)
             return found
 
-        def postponed(self: OpsGroup, *args: Any) -> Any:
+        def postponed(self: OpsGroup, *args: Any, copies: Any = ()) -> Any:
+            given = iter(copies)
+            for copy in zip(given, given, given, strict=True):
+                native.load().copy(*copy)
             missed.append(args)
-            return []
+            return [(*args[1], *(0,) * 4)] * 2 if len(args) == 2 else []  # what both say of their tables
 
         with contextlib.ExitStack() as stack:
+            stack.enter_context(step_by_step(g))
             stack.enter_context(mock.patch.object(OpsGroup, "push", pushing))
             if g.rank == 1:
+                stack.enter_context(slow(lambda: 0.05))
                 stack.enter_context(_late_sends())
             elif removed:
                 stack.enter_context(mock.patch.object(OpsGroup, "agree", postponed))
@@ -339,9 +354,63 @@ def test_wait_for_what_peers_pushed(pools: Any, world: int, op: str, removed: bo
     assert pools.get(world).run(job) == [not removed, True]
 
 
+@pytest.mark.parametrize("removed", [False, True], ids=["waits", "removed"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_call_again_in_one_step(pools: Any, world: int, removed: bool) -> None:
+    """The same shape again and again, others and a larger stage between, ranks late: the short way is taken, and right.
+
+    Without its meeting, rank 0 adds up what the late ranks have not sent.
+    """
+
+    def job() -> tuple[int, list[int]]:
+        g, wrong, taken = workers.world(), [], 0
+        short = store.Repeated.__call__
+
+        def counted(self: store.Repeated, x: torch.Tensor, w: torch.Tensor) -> Any:
+            nonlocal taken
+            found = short(self, x, w)
+            taken += found is not None
+            return found
+
+        def alone(self: Meeting, mine: bytes, seen: bytes, stages: Any, out: int, part: int, *kind: int) -> Any:
+            for d in set(range(g.size)) - {g.rank}:
+                native.load().copy(stages[d] + g.rank * part, out, part)
+            here = stages[g.rank]
+            sources = [out if s == g.rank else here + s * part for s in range(g.size)]
+            native.load().reduce(kind[0], 0, out, sources, kind[1])
+            return self.repeat(mine, seen, ())
+
+        poison_scratch(g)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(store.Repeated, "__call__", counted))
+            if removed and g.rank == 0:
+                stack.enter_context(mock.patch.object(Meeting, "add", alone))
+            for seed in range(12):
+                larger = seed == 6
+                rows = (6, 2000 if larger else 9, 5)
+                problem = product("gemv_all_reduce", g.size, rows, torch.bfloat16, seed)
+                late_s = 0.02 * ((seed + g.rank) % 3 == 0)
+                with slow(functools.partial(float, late_s)):
+                    found = problem.run(g, "store")
+                if not problem.is_right(g, found):
+                    wrong.append(seed)
+                if seed % 4 == 1:
+                    _checked(product("matmul_reduce_scatter", g.size, (4 * g.size, 7, 3), torch.float32, seed), "store")
+        return taken, wrong
+
+    for rank, (taken, wrong) in enumerate(pools.get(world).run(job)):
+        assert taken >= 5
+        assert bool(wrong) == (removed and rank == 0)
+
+
 @contextlib.contextmanager
 def _late_sends() -> Iterator[None]:
-    """A peer's memory is found late, and so comes what is written there."""
+    """A peer's memory is found late, and so comes what is written there; so does what `agree` copies."""
+    agree = OpsGroup.agree
+
+    def late_copies(self: OpsGroup, *args: Any, **more: Any) -> Any:
+        time.sleep(0.05 * bool(more.get("copies")))
+        return agree(self, *args, **more)
 
     def late(found: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(self: OpsGroup, rank: int, *more: Any) -> Any:
@@ -351,7 +420,9 @@ def _late_sends() -> Iterator[None]:
 
         return wrapped
 
-    with mock.patch.object(OpsGroup, "at", late(OpsGroup.at)), mock.patch.object(OpsGroup, "base", late(OpsGroup.base)):
+    with contextlib.ExitStack() as stack:
+        for name, changed in (("at", late(OpsGroup.at)), ("base", late(OpsGroup.base)), ("agree", late_copies)):
+            stack.enter_context(mock.patch.object(OpsGroup, name, changed))
         yield
 
 
@@ -369,13 +440,14 @@ def test_a_stage_is_used_in_turn(pools: Any, world: int, halves: int) -> None:
         push, add_up = OpsGroup.push, store.add_up
 
         def first_half(self: OpsGroup, size_bytes: int) -> Any:
-            return None if push(self, size_bytes) is None else [offset for offset, _ in self._stages]
+            return None if push(self, size_bytes) is None else self._halves[0]
 
         def late(*args: Any) -> None:
             time.sleep(0.1)
             add_up(*args)
 
         with contextlib.ExitStack() as stack:
+            stack.enter_context(step_by_step(g))
             if halves == 1:
                 stack.enter_context(mock.patch.object(OpsGroup, "push", first_half))
             if g.rank == 1:
@@ -412,7 +484,7 @@ def test_wait_until_peers_have_read(pools: Any, world: int, removed: bool) -> No
         return True
 
     def job() -> bool:
-        with two_meetings():
+        with two_meetings(workers.world()):
             return body()
 
     assert pools.get(world).run(job) == [True, not removed]
@@ -429,8 +501,8 @@ def test_agreement_comes_first(pools: Any, world: int, op: str) -> None:
         slots: list[Any] = []
         agree, barrier = OpsGroup.agree, OpsGroup.barrier
 
-        def recorded(self: OpsGroup, *args: Any) -> Any:
-            slots.append(agree(self, *args))
+        def recorded(self: OpsGroup, *args: Any, **more: Any) -> Any:
+            slots.append(agree(self, *args, **more))
             return slots[-1]
 
         with mock.patch.object(OpsGroup, "agree", recorded):
@@ -463,7 +535,7 @@ def test_agreement_comes_first(pools: Any, world: int, op: str) -> None:
         return True
 
     def job() -> bool:
-        with two_meetings():
+        with two_meetings(workers.world()):
             return body()
 
     assert pools.get(world).run(job) == [True, False]

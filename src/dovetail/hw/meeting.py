@@ -6,7 +6,7 @@ whatever shares memory without a plan for it: tables of peers' addresses, operat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dovetail.errors import DovetailError
@@ -28,11 +28,11 @@ class Meeting:
         mine = host.empty((size_bytes,), torch.uint8).zero_()
         everybody = host.empty((size_bytes * group.size,), torch.uint8)
         self._held = [mine, everybody]
-        self._here: Any = memoryview(mine.numpy())  # type: ignore[arg-type]
         self._there: Any = memoryview(everybody.numpy())  # type: ignore[arg-type]
         companion = self._companion
         gather, meet = all_gather.pcpy(group.size, size_bytes), rooted.barrier(group.size)
-        self._exchange = PlanRunner(companion, passes.entry(gather)).blocking(self._held)
+        runner = PlanRunner(companion, passes.entry(gather))
+        self._exchange, self._sum = runner.meeting(self._held), runner.meeting(self._held, "meet_and_add")
         self._barrier = PlanRunner(companion, passes.entry(meet)).blocking([])
 
     def exchange(self, mine: bytes) -> bytes:
@@ -41,21 +41,33 @@ class Meeting:
         Raises:
             PeerError, Timeout: a rank is gone or silent; the group is broken.
         """
-        self._here[: len(mine)] = mine
-        self._run(self._exchange)
+        self._run(self._exchange, mine, b"", ())
         return bytes(self._there)
+
+    def repeat(self, mine: bytes, seen: bytes, copies: Sequence[int]) -> bytes | None:
+        """As `exchange`; None if everybody's bytes are `seen`. `copies` (destination, source and bytes of each) are
+        made first, so that members who are here can read them."""
+        return None if self._run(self._exchange, mine, seen, copies) else bytes(self._there)
+
+    def add(
+        self, mine: bytes, seen: bytes, stages: Sequence[int], out: int, part: int, dtype: int, items: int
+    ) -> bytes | None:
+        """As `repeat`, and a sum over ranks: `part` bytes at `out` go to the members' stages, and if everybody's bytes
+        are `seen`, everybody's parts are added up there, in the order of ranks; otherwise they are only sent."""
+        more = stages, self.group.rank, out, part, dtype, items
+        return None if self._run(self._sum, mine, seen, *more) else bytes(self._there)
 
     def barrier(self) -> None:
         """Returns when all members have called it: what they wrote to shared memory before can be read."""
         self._run(self._barrier)
 
-    def _run(self, run: Callable[[], None]) -> None:
+    def _run(self, run: Callable[..., Any], *given: Any) -> Any:
         if self.group.broken is not None:
             raise self.group.broken
         if self._companion.timeout_s != self.group.timeout_s:
             self._companion.set_timeout(self.group.timeout_s)
         try:
-            run()
+            return run(*given)
         except DovetailError as error:
             self.group.set_broken(error)
             raise

@@ -21,7 +21,8 @@ from dovetail.hw.world import Group, World
 if TYPE_CHECKING:
     import torch
 
-    from dovetail.hw.gpu.world import GpuWorld
+    from dovetail.hw.gpu.watchdog import Watchdog
+    from dovetail.hw.gpu.world import GpuWorld, Leaves
 
 #: Most tensors of one exchange, and bytes that may go along with them.
 MOST_TENSORS = 4
@@ -32,6 +33,8 @@ _HANDLE_BYTES = 72
 _NAME_BYTES = _NAME.size + _HANDLE_BYTES
 #: Memory of no bytes, and memory of the host's shared heap; other numbers are those of `hw.gpu.world`.
 _EMPTY, _SHARED = -1, -2
+#: A tensor in one word: the number of its memory and the offset there; or that it has no bytes.
+_OFFSET_BITS, _NO_BYTES = 48, -1
 
 
 def indexed(device: torch.device | str) -> torch.device:
@@ -75,6 +78,26 @@ class Addresses:
         self.group, self.device = group, device
         self._gpu = gpu_world(group.world, device.index) if device.type != "cpu" else None
         self._meeting = Meeting(group, MOST_TENSORS * _NAME_BYTES + NOTE_BYTES, f"addresses on {device.type}")
+        # Memory that was in an exchange, by how it was named, for each rank: its number, and where it begins here.
+        self._numbers: list[dict[tuple[int, bytes], int]] = [{} for _ in range(group.size)]
+        self._bases: list[list[int]] = [[] for _ in range(group.size)]
+        self._watchdog: Watchdog | None = None  # where there is no GPU, whose own is used
+
+    @property
+    def watchdog(self) -> Watchdog:
+        """Looks, in a thread of its own, at kernels of this rank that may wait for others."""
+        if self._gpu is not None:
+            return self._gpu.device.watchdog
+        if self._watchdog is None:
+            from dovetail.hw.gpu.watchdog import Watchdog
+
+            self._watchdog = Watchdog(lambda: None)
+        return self._watchdog
+
+    def leaves(self, kernels: Leaves) -> None:
+        """Tells whose kernels a process gives up that ends by an error."""
+        if self._gpu is not None:
+            self._gpu.groups.add(kernels)
 
     @property
     def device_id(self) -> bytes:
@@ -135,7 +158,34 @@ class Addresses:
             for k, own in enumerate(tensors):
                 name = row[NOTE_BYTES + k * _NAME_BYTES :][:_NAME_BYTES]
                 found[rank, k] = own.data_ptr() if rank == self.group.rank else self._address(rank, name)
+                self._learn(rank, name, int(found[rank, k]))
         return found, notes
+
+    def short(self, tensor: torch.Tensor) -> int:
+        """A tensor in one word that `resolved` understands on every member; 0 if its memory was in no exchange yet."""
+        if not tensor.nbytes:
+            return _NO_BYTES
+        how, handle, offset = self._name(tensor)
+        number = self._numbers[self.group.rank].get((how, handle), 0) if how is not None else 0
+        return number << _OFFSET_BITS | offset if number else 0
+
+    def resolved(self, words: Sequence[int]) -> NDArray[np.int64] | None:
+        """The addresses in this process of what each rank named by `short`; None if one of them is 0."""
+        if 0 in words:
+            return None
+        found = np.zeros(len(words), np.int64)
+        for rank, word in enumerate(words):
+            if word != _NO_BYTES:
+                found[rank] = self._bases[rank][(word >> _OFFSET_BITS) - 1] + (word & (1 << _OFFSET_BITS) - 1)
+        return found
+
+    def _learn(self, rank: int, name: bytes, address: int) -> None:
+        """Numbers memory as it comes, on every member alike."""
+        how, length, offset, _ = (int(n) for n in _NAME.unpack_from(name))
+        key = how, name[_NAME.size :][:length]
+        if how != _EMPTY and key not in self._numbers[rank]:
+            self._bases[rank].append(address - offset)
+            self._numbers[rank][key] = len(self._bases[rank])
 
     def table(self, addresses: NDArray[np.int64]) -> torch.Tensor:
         """Addresses as a kernel takes them, on the device."""

@@ -5,6 +5,7 @@
 
 from dovetail.ops.api import (
     all_gather_matmul,
+    check,
     embedding_all_to_all,
     explain,
     gemm_all_to_all,
@@ -19,6 +20,7 @@ __all__ = [
     "ExpertParallelLinear",
     "RowParallelLinear",
     "all_gather_matmul",
+    "check",
     "embedding_all_to_all",
     "explain",
     "gemm_all_to_all",

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from dovetail.ops import calls, library, run
+from dovetail.ops import calls, library, quick, run
 from dovetail.ops.backward import ADAGRAD, SGD
 from dovetail.ops.choose import AUTO, Choice
 from dovetail.ops.names import name_of, named
@@ -32,7 +32,11 @@ def _traced(*tensors: Any) -> bool:
     """Whether a call must go through torch's dispatcher: it is being compiled, or somebody wants gradients."""
     if torch.compiler.is_compiling():
         return True
-    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if isinstance(t, torch.Tensor) and t.requires_grad:
+                return True
+    return False
 
 
 def gemm_all_to_all(
@@ -62,7 +66,12 @@ def gemm_all_to_all(
     def make(n: int) -> calls.GemmAllToAll:
         return calls.gemm_all_to_all(x, w, output_splits, input_splits, n)
 
-    if _traced(x, w):
+    is_traced = _traced(x, w)
+    if not is_traced and output_splits is input_splits is None:
+        known = quick.find(ranks, "gemm_all_to_all", x, w, transport)
+        if known is not None:
+            return run.again(ranks, known, x, w)
+    if is_traced:
         call, _ = run.checked(ranks, make, transport)
         splits = (None, None) if call.even else (list(call.receive), list(call.send))
         return _ops.gemm_all_to_all(x, w, *splits, name_of(group), transport)  # type: ignore[no-any-return]
@@ -101,7 +110,10 @@ def _product(op: str, x: Any, w: Any, group: Any, transport: str) -> torch.Tenso
     if torch.compiler.is_compiling():
         return getattr(_ops, op)(x, w, name_of(group), transport)  # type: ignore[no-any-return]
     ranks, make = named(name_of(group)), getattr(calls, op)
-    if _traced(x, w):
+    is_traced = _traced(x, w)
+    if not is_traced and (known := quick.find(ranks, op, x, w, transport)) is not None:
+        return run.again(ranks, known, x, w)
+    if is_traced:
         run.checked(ranks, lambda n: make(x, w, n), transport)
         return getattr(_ops, op)(x, w, name_of(group), transport)  # type: ignore[no-any-return]
     return run.run(ranks, lambda n: make(x, w, n), transport)
@@ -184,6 +196,24 @@ def _optimizer(name: str, state: Any, tables: Sequence[torch.Tensor]) -> None:
             raise ValueError(f"state[{t}] must be float32 [{w.shape[0]}], not {s.dtype} {tuple(s.shape)}")
     if name and torch.is_grad_enabled() and not any(t.requires_grad for t in tables):
         raise ValueError(f"optimizer {name!r} updates tables when their gradient comes, and none of them requires one")
+
+
+def check(group: Any = None, *, synchronize: bool = False) -> None:
+    """Raises what earlier calls of this rank found out after they had returned; returns at once if they found nothing.
+
+    On a GPU a call returns before its kernel has ended. If a peer dies or is late, the kernel ends and its result is
+    void, though it looks like any other: the next call of the group raises, or this one. Call it, with `synchronize`,
+    before a result that no later call vouches for is used.
+
+    Args:
+        synchronize: wait for the GPU first; otherwise only kernels that have ended by now are heard. Kernels that wait
+            for a dead or a late peer end too.
+
+    Raises:
+        PeerError, Timeout: a rank died, or made no progress; the group is broken.
+        IndexError: a row number of `embedding_all_to_all` was out of range; nothing was pooled for it.
+    """
+    run.check(named(name_of(group)), synchronize=synchronize)
 
 
 def explain(op: str, *arguments: Any, group: Any = None, transport: str = AUTO, **keywords: Any) -> Choice:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -60,22 +60,17 @@ class Product(Call):
     x: torch.Tensor
     w: torch.Tensor
     world: int
+    rows: int = field(init=False)
+    k: int = field(init=False)
+    n: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rows, self.k = self.x.shape
+        self.n = self.w.shape[0]
 
     @property
     def device(self) -> torch.device:
         return self.x.device
-
-    @property
-    def rows(self) -> int:
-        return int(self.x.shape[0])
-
-    @property
-    def k(self) -> int:
-        return int(self.x.shape[1])
-
-    @property
-    def n(self) -> int:
-        return int(self.w.shape[0])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -224,7 +219,10 @@ def embedding_all_to_all(
     world: int,
 ) -> EmbeddingAllToAll:
     """Checked, row numbers included where that needs no synchronisation."""
-    tables = [arguments.source(f"weights[{t}]", w) for t, w in enumerate(_listed("weights", weights))]
+    tables = list(_listed("weights", weights))
+    is_plain_call = all(map(is_plain, tables))
+    if not is_plain_call:
+        tables = [arguments.source(f"weights[{t}]", w) for t, w in enumerate(tables)]
     if not tables:
         raise ValueError("weights has no table: every rank pools at least one")
     for t, w in enumerate(tables):
@@ -261,7 +259,8 @@ def embedding_all_to_all(
         if mode == _MEAN:
             raise ValueError("per_sample_weights go with mode='sum'")
     extra = [] if per_sample_weights is None else [per_sample_weights]
-    arguments.one_device([*tables, values, offsets, *extra])
+    if not (is_plain_call and all(t.is_cpu for t in (values, offsets, *extra))):
+        arguments.one_device([*tables, values, offsets, *extra])
     call = EmbeddingAllToAll(
         tables, values, offsets, batch, mode, per_sample_weights, world, int(tables[0].shape[1])
     )
@@ -288,7 +287,7 @@ def _in_range(call: EmbeddingAllToAll) -> None:
 
 
 def _product(x: Any, w: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    if _is_plain(x) and _is_plain(w) and x.dtype is w.dtype and x.dtype in _FLOATS:
+    if is_plain(x) and is_plain(w) and x.dtype is w.dtype and x.dtype in _FLOATS:
         (_, k), (_, inner) = x.shape, w.shape
         if k == inner:
             return x, w  # as most calls have them: what follows costs more than a small product
@@ -302,7 +301,7 @@ def _product(x: Any, w: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return x, w
 
 
-def _is_plain(t: Any) -> bool:
+def is_plain(t: Any) -> bool:
     """A matrix in the CPU's memory that nothing has to be done to."""
     return (
         (type(t) is torch.Tensor or type(t) is torch.nn.Parameter)
@@ -312,7 +311,6 @@ def _is_plain(t: Any) -> bool:
         and t.is_contiguous()
         and not t.is_conj()
         and not t.is_neg()
-        and (t.numel() == 0 or t.data_ptr() != 0)
     )
 
 
@@ -325,7 +323,8 @@ def _floating(name: str, t: torch.Tensor) -> None:
 
 
 def _numbers(name: str, given: Any) -> torch.Tensor:
-    t = arguments.source(name, given)
+    is_plain = type(given) is torch.Tensor and given.is_cpu and given.layout is torch.strided and given.is_contiguous()
+    t = given if is_plain else arguments.source(name, given)
     if t.dim() != 1 or t.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name} must be whole numbers (int64, int32) in one dimension, not {t.dtype} {tuple(t.shape)}")
     return t
@@ -341,5 +340,5 @@ def _splits(name: str, sizes: Any, world: int) -> tuple[int, ...]:
     if isinstance(sizes, torch.Tensor):
         sizes = sizes.tolist()
     if len(sizes) != world or any(not isinstance(n, int) or n < 0 for n in sizes):
-        raise ValueError(f"{name} must be {world} whole numbers, not {list(sizes)}")
+        raise ValueError(f"{name} must be {world} whole numbers, 0 or more, not {list(sizes)}")
     return tuple(sizes)

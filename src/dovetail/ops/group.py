@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from dovetail.coll.arguments import usable
 from dovetail.errors import DovetailError, MismatchError, NotSupported
@@ -23,8 +23,25 @@ NUM_WORDS = 4
 _CALL, _REFUSED = 1, 2
 #: A stage is this large at least, and grows to what calls need.
 _LEAST_STAGE = 64 << 10
+#: Calls that are remembered.
+_MOST_TEXTS = 1024
+_NOTHING: tuple[bytes, list[tuple[int, ...]]] = (b"", [])
 
 T = TypeVar("T")
+
+
+@runtime_checkable
+class Fails(Protocol):
+    """What a group keeps that other ranks may wait in."""
+
+    def fail(self, error: DovetailError) -> None: ...
+
+
+@runtime_checkable
+class Ends(Protocol):
+    """What a transport keeps that ends with its group, without the other ranks."""
+
+    def end(self) -> None: ...
 
 
 class OpsGroup:
@@ -45,13 +62,14 @@ class OpsGroup:
         self._stage: Any = None
         self._before: Any = None  # the stage before it, until nobody can know of it
         self._mine = (0, 0)  # of our stage: offset, bytes of a half
+        self.plain = self._words.pack(*self._no_words, *self._mine)  #: what a call without words posts
         self._stages: list[tuple[int, int]] = [(0, 0)] * size  # everybody's, as they were posted last
         self._halves: tuple[list[int], list[int]] = ([0] * size, [0] * size)  # where both halves of each begin
         self._room = 0  # bytes of the smallest half
-        self._seen = b""  # the last exchange that was in order
-        self._rows: list[tuple[int, ...]] = []  # what it said
+        self._orderly: dict[bytes, tuple[bytes, list[tuple[int, ...]]]] = {}  # by what we said: what all said
         self._meetings = 0
         self.known: dict[Any, Any] = {}  #: what transports keep for shapes seen before
+        self.quick: dict[Any, Any] = {}  #: products that were run before, see `quick`
 
     def checked(self, make: Callable[[], T]) -> T:
         """What `make` returns. If it refuses its arguments, the other ranks are told, and it is raised here."""
@@ -65,15 +83,19 @@ class OpsGroup:
             self._meetings += 1
             raise
 
-    def agree(self, text: str, words: Sequence[int] = (), splits: Sequence[int] = ()) -> list[tuple[int, ...]]:
+    def agree(
+        self, text: str, words: Sequence[int] = (), splits: Sequence[int] = (), *, copies: Sequence[int] = ()
+    ) -> list[tuple[int, ...]]:
         """Each rank's `words`, then its `splits` (what it sends, what it receives). Blocks until all have called.
+
+        `copies`, to where `push` says: destination, source and bytes of each; they are there when it returns.
 
         Raises:
             MismatchError: they do not make the same call, or one refused its arguments; nothing was moved.
         """
         known = self._texts.get((text, self.transport))
         if known is None:
-            if len(self._texts) > 4096:
+            if len(self._texts) >= _MOST_TEXTS:
                 self._texts.clear()
             full = f"{text} by {self.transport}" if self.transport else text
             known = self._texts[text, self.transport] = self._head.pack(_CALL, full.encode()[:_TEXT_BYTES])
@@ -81,11 +103,36 @@ class OpsGroup:
             padded = (*words, *(0,) * (NUM_WORDS - len(words)))
             packed = self._words.pack(*padded, *(splits or self._no_splits), *self._mine)
         else:
-            packed = self._words.pack(*self._no_words, *self._mine)
-        slots = self._meeting.exchange(known + packed)
+            packed = self.plain
+        mine = known + packed
+        before, told = self._orderly.get(mine, _NOTHING)
+        slots = self._meeting.repeat(mine, before, copies)
         self._meetings += 1
-        if slots == self._seen:
-            return self._rows
+        return told if slots is None else self._look(mine, slots, text, splits)
+
+    def said(self, text: str) -> tuple[bytes, bytes] | None:
+        """What a call without words says, and what all said the last time; None if it was not made yet. It holds until
+        `plain` is another object."""
+        known = self._texts.get((text, self.transport))
+        mine = b"" if known is None else known + self.plain
+        found = self._orderly.get(mine)
+        return None if found is None else (mine, found[0])
+
+    def add(self, said: tuple[bytes, bytes], text: str, out: int, part: int, dtype: int, items: int) -> None:
+        """As `agree` for a call that `said` knows, and the sum over ranks of `part` bytes at `out`, by way of the
+        stages, of which `push` has told that they have room."""
+        stages = self._halves[self._meetings % 2]
+        slots = self._meeting.add(*said, stages, out, part, dtype, items)
+        self._meetings += 1
+        if slots is not None:
+            self._look(said[0], slots, text, ())
+            rank, here = self.group.rank, stages[self.group.rank]
+            sources = [out if s == rank else here + s * part for s in range(len(stages))]
+            native.load().reduce(dtype, 0, out, sources, items)
+
+    def _look(self, mine: bytes, slots: bytes, text: str, splits: Sequence[int]) -> list[tuple[int, ...]]:
+        """What everybody said, if that is in order."""
+        known = mine[: self._head.size]
         step, head = self._meeting.size_bytes, self._head.size
         starts = range(0, len(slots), step)
         if any(slots[at : at + head] != known for at in starts):
@@ -95,7 +142,9 @@ class OpsGroup:
         rows = [row[:-2] for row in rows]
         if splits:
             self._match(text, rows)
-        self._seen, self._rows = slots, rows
+        if len(self._orderly) >= _MOST_TEXTS:
+            self._orderly.clear()
+        self._orderly[mine] = slots, rows
         return rows
 
     def _learn(self, stages: list[tuple[int, int]]) -> None:
@@ -103,7 +152,8 @@ class OpsGroup:
         self._before = None
         if stages != self._stages:
             self._stages, self._room = stages, min(size for _, size in stages)
-            self._halves = [offset for offset, _ in stages], [offset + size for offset, size in stages]
+            begins = [base + offset for base, (offset, _) in zip(self._bases, stages, strict=True)]
+            self._halves = begins, [begin + size for begin, (_, size) in zip(begins, stages, strict=True)]
 
     def _match(self, text: str, rows: list[tuple[int, ...]]) -> None:
         """What i sends to j is what j expects from i."""
@@ -145,14 +195,22 @@ class OpsGroup:
         write is not used again."""
         native.keep((held, self._scratch, self._stage, self._before))
         self._scratch, self._stage, self._before = {}, None, None
-        if self.group.broken is None:
-            known = error if isinstance(error, DovetailError) else DovetailError(f"an operator failed: {error!r}")
-            self._meeting.fail(known)
-            if self.group.native is not None:
-                self.group.native.break_all(self.group.rank)  # who waits in a collective of the call
+        self.tell(error if isinstance(error, DovetailError) else DovetailError(f"an operator failed: {error!r}"))
+
+    def tell(self, error: DovetailError) -> None:
+        """Breaks the group: who waits for this rank, in whichever meeting, collective or kernel, is told at once. Any
+        thread may call it."""
+        self._meeting.fail(error)
+        for kept in self.group.keep:
+            if isinstance(kept, Fails):
+                kept.fail(error)
+        if self.group.gpu is not None:
+            self.group.gpu.fail(error)
+        if self.group.native is not None:
+            self.group.native.break_all(self.group.rank)  # who waits in a collective of the call, or in a kernel
 
     def push(self, size_bytes: int) -> list[int] | None:
-        """Where each rank's stage takes what is sent to it before this call's `agree`: offsets on their heaps. None if
+        """Where each rank's stage takes what is sent to it before this call's `agree`: addresses here. None if
         some stage is not known to be so large; ours then grows, and a later call can.
 
         A stage has two halves, used in turn by the number of exchanges. What a rank is sent in a call it reads before
@@ -166,6 +224,7 @@ class OpsGroup:
             self._before = self._stage  # a peer that makes another call may still write there
             self._stage = self.blocks.empty((2 * half,), torch.uint8)
             self._mine = (self.blocks.offset(self._stage), half)
+            self.plain = self._words.pack(*self._no_words, *self._mine)
         return None if self._room < size_bytes else self._halves[self._meetings % 2]
 
     def scratch(self, name: str, size_bytes: int) -> Any:
@@ -185,7 +244,11 @@ class OpsGroup:
         native.keep((self._stage, self._before))  # a member that calls on writes there before it finds out
         self._scratch.clear()
         self._stage = self._before = None
+        for kept in self.known.values():
+            if isinstance(kept, Ends):
+                kept.end()
         self.known.clear()
+        self.quick.clear()
 
     def base(self, rank: int) -> int:
         """The address at which the heap of a rank of the group begins here."""

@@ -16,11 +16,11 @@ from dovetail.coll.arguments import backend_of, usable
 from dovetail.coll.registry import registry
 from dovetail.errors import MismatchError
 from dovetail.hw.world import Group
-from dovetail.ops import calls, choose, unfused
+from dovetail.ops import calls, choose, quick, unfused
 from dovetail.ops.choose import Choice
 from dovetail.ops.cpu import decomposed, dma, store
 from dovetail.ops.gpu import transport as transport_on_gpu
-from dovetail.ops.group import ops_group
+from dovetail.ops.group import OpsGroup, ops_group
 
 log = logging.getLogger("dovetail")
 
@@ -33,9 +33,13 @@ def checked(group: Group, make: Callable[[int], C], transport: str = choose.AUTO
 
     def both() -> tuple[C, Choice]:
         call = make(group.size)
-        if call.device.type != "cpu" and group.world.local:
-            transport_on_gpu.check(ops_group(group), call.device)
-        return call, choose.transport_for(group, call, transport, backend_of_call(call))
+        ranks = ops_group(group) if _is_on_gpu(call) and group.world.local else None
+        if ranks is not None:
+            transport_on_gpu.check(ranks, call.device)
+        choice = choose.transport_for(group, call, transport, backend_of_call(call))
+        if ranks is not None and choice.transport == choose.STORE:
+            transport_on_gpu.refuse(ranks, call)
+        return call, choice
 
     usable(group)
     return ops_group(group).checked(both) if group.world.local else both()
@@ -44,6 +48,37 @@ def checked(group: Group, make: Callable[[int], C], transport: str = choose.AUTO
 def run(group: Group, make: Callable[[int], C], transport: str = choose.AUTO) -> torch.Tensor:
     """Runs it."""
     call, choice = checked(group, make, transport)
+    out = performed(group, call, choice)
+    if group.ops is not None and not _is_on_gpu(call):
+        quick.learn(group.ops, call, choice, transport, _forward(call, choice.transport))
+    return out
+
+
+def again(group: Group, known: quick.Known, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Runs a call like one that was run before."""
+    usable(group)
+    call, ranks = known.call, group.ops
+    registry.count_operator(call.op, *known.choice)
+    try:
+        if known.repeated is not None and (out := known.repeated(x, w)) is not None:
+            return out
+        call.x, call.w, ranks.transport = x, w, known.choice.transport
+        out = known.forward(ranks, call)
+        if ranks.transport == choose.STORE:
+            known.repeated = store.Repeated.of(ranks, call)
+        return out
+    except MismatchError:
+        raise
+    except BaseException as error:
+        ranks.fail(error)  # others would wait for this rank
+        raise
+    finally:
+        ranks.transport = ""
+        known.forget()
+
+
+def performed(group: Group, call: calls.Call, choice: Choice) -> torch.Tensor:
+    """Runs a call that was checked."""
     registry.count_operator(call.op, *choice)
     if (call.op, choice.transport) not in _said:
         _said.add((call.op, choice.transport))
@@ -52,10 +87,7 @@ def run(group: Group, make: Callable[[int], C], transport: str = choose.AUTO) ->
     if ranks is not None:
         ranks.transport = choice.transport
     try:
-        if ranks is None or choice.transport == choose.UNFUSED:
-            return unfused.run(group, call)
-        by = _CPU if call.device.type == "cpu" else _GPU
-        return by[choice.transport](ranks, call)
+        return unfused.run(group, call) if ranks is None else _forward(call, choice.transport)(ranks, call)
     except (MismatchError, IndexError):
         raise  # all ranks have it, and nothing was moved; a row out of range was of an earlier call
     except BaseException as error:
@@ -67,18 +99,42 @@ def run(group: Group, make: Callable[[int], C], transport: str = choose.AUTO) ->
             ranks.transport = ""
 
 
+def check(group: Group, *, synchronize: bool = False) -> None:
+    """Raises what earlier calls on GPUs reported after they had returned."""
+    if group.ops is not None:
+        transport_on_gpu.check_all(group.ops, synchronize=synchronize)
+    if group.broken is not None:
+        raise group.broken
+
+
+def _forward(call: calls.Call, transport: str) -> Callable[[OpsGroup, Any], torch.Tensor]:
+    """What runs a call among ranks of one host."""
+    if transport == choose.UNFUSED:
+        return _unfused
+    return (_GPU if _is_on_gpu(call) else _CPU)[transport][type(call)]
+
+
+def _unfused(ranks: OpsGroup, call: calls.Call) -> torch.Tensor:
+    return unfused.run(ranks.group, call)
+
+
+def _is_on_gpu(call: calls.Call) -> bool:
+    return call.device.type != "cpu"
+
+
 def backend_of_call(call: calls.Call) -> str:
     """Who runs a call: "cpu", "cuda" or "hip"."""
     return backend_of(torch.empty(0, device=call.device)) if call.device.type != "cpu" else "cpu"
 
 
-_GPU: dict[str, Callable[[Any, Any], torch.Tensor]] = {
-    choose.STORE: lambda g, c: transport_on_gpu.STORE[type(c)](g, c),
-    choose.DMA: lambda g, c: transport_on_gpu.DMA[type(c)](g, c),
-    choose.DECOMPOSED: lambda g, c: transport_on_gpu.DECOMPOSED[type(c)](g, c),
+_Forwards = dict[str, dict[type[calls.Call], Callable[..., torch.Tensor]]]
+_GPU: _Forwards = {
+    choose.STORE: transport_on_gpu.STORE,
+    choose.DMA: transport_on_gpu.DMA,
+    choose.DECOMPOSED: transport_on_gpu.DECOMPOSED,
 }
-_CPU: dict[str, Callable[[Any, Any], torch.Tensor]] = {
-    choose.STORE: lambda g, c: store.FORWARD[type(c)](g, c),
-    choose.DMA: lambda g, c: dma.FORWARD[type(c)](g, c),
-    choose.DECOMPOSED: lambda g, c: decomposed.FORWARD[type(c)](g, c),
+_CPU: _Forwards = {
+    choose.STORE: store.FORWARD,
+    choose.DMA: dma.FORWARD,
+    choose.DECOMPOSED: decomposed.FORWARD,
 }

@@ -64,7 +64,8 @@ def embedding_all_to_all(g: Group, c: calls.EmbeddingAllToAll, every: Sequence[i
 
     `every`: how many tables each rank has.
     """
-    pooled = torch.stack([bags(c, t) for t in range(len(c.weights))], 1)  # [batch, tables, dim]
+    cuts = c.offsets[:: c.batch].tolist() if c.batch else [0] * (len(c.weights) + 1)
+    pooled = torch.stack([bags(c, t, *cuts[t : t + 2]) for t in range(len(c.weights))], 1)  # [batch, tables, dim]
     local = c.batch // g.size
     if len(set(every)) == 1:
         parts = all_to_all_rows(g, pooled, torch.empty_like(pooled), None).view(g.size, local, every[0], c.dim)
@@ -77,10 +78,9 @@ def embedding_all_to_all(g: Group, c: calls.EmbeddingAllToAll, every: Sequence[i
     return torch.cat(pieces, 1)
 
 
-def bags(c: calls.EmbeddingAllToAll, t: int) -> torch.Tensor:
-    """The pooled rows of one table for the whole batch, by torch."""
+def bags(c: calls.EmbeddingAllToAll, t: int, first: int, end: int) -> torch.Tensor:
+    """The pooled rows of one table for the whole batch, by torch; its values are those from `first` to `end`."""
     offsets = c.offsets[t * c.batch : (t + 1) * c.batch + 1]
-    first, end = (0, c.values.numel()) if len(c.weights) == 1 else (int(offsets[0]), int(offsets[-1]))
     scales = None if c.per_sample_weights is None else c.per_sample_weights[first:end]
     return torch.nn.functional.embedding_bag(
         c.values[first:end].to(torch.int64), c.weights[t], offsets - first, mode=c.mode, per_sample_weights=scales,

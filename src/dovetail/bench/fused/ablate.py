@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
 from dovetail.bench.fused.cases import Case, Run
 from dovetail.coll.session import group_of
@@ -38,7 +39,7 @@ def contenders(case: Case, late_us: float, rank: int) -> dict[str, dict[str, Run
         }
     found[SKEW] = {"unfused, together": case.fused(choose.UNFUSED)}
     for name in ("gloo", *has):
-        run = case.gloo() if name == "gloo" else case.fused(name)
+        run = case.then(dist) if name == "gloo" else case.fused(name)
         found[SKEW][name] = _delayed(run, late_us if rank == _LATE else 0.0)
     return found
 

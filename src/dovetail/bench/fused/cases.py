@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.functional import embedding_bag
 
 import dovetail
@@ -53,8 +52,8 @@ class Case(ABC):
         """torch's operator alone."""
 
     @abstractmethod
-    def gloo(self, compute: Run | None = None) -> Run:
-        """torch's operator, or another, then gloo's collective."""
+    def then(self, by: Any, compute: Run | None = None) -> Run:
+        """torch's operator, or another, then the collective of `by`: torch.distributed, or dovetail."""
 
     @abstractmethod
     def comm(self) -> Run:
@@ -137,18 +136,18 @@ class ProductCase(Case):
         x, w = self._input(), self.w
         return lambda: torch.mm(x, w.t())
 
-    def gloo(self, compute: Run | None = None) -> Run:
+    def then(self, by: Any, compute: Run | None = None) -> Run:
         if self.shape.op == GATHER:
             x, w, rows = self.x, self.w, self.shape.m * self._ranks
-            gather_of_torch = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its newer name
+            gather = getattr(by, "all_gather_single", by.all_gather_into_tensor)  # torch's newer name
 
             def gather_first() -> torch.Tensor:
                 every = x.new_empty((rows, x.shape[1]))
-                gather_of_torch(every, x)
+                gather(every, x)
                 return torch.mm(every, w.t())
 
             return gather_first
-        product, send = compute or self.compute(), self._sender(dist)
+        product, send = compute or self.compute(), self._sender(by)
         return lambda: send(product())
 
     def comm(self) -> Run:
@@ -264,14 +263,8 @@ class LookupCase(Case):
 
         return pooled
 
-    def gloo(self, compute: Run | None = None) -> Run:
-        return self._then(compute or self.compute(), dist)
-
-    def ours(self, compute: Run) -> Run:
-        """Another computation, then our collective."""
-        return self._then(compute, dovetail)
-
-    def _then(self, pooled: Run, by: Any) -> Run:
+    def then(self, by: Any, compute: Run | None = None) -> Run:
+        pooled = compute or self.compute()
         local, ranks, tables, dim = self._batch // self._ranks, self._ranks, self.shape.tables, self.shape.dim
 
         def run() -> torch.Tensor:

@@ -39,7 +39,9 @@ from dovetail.ops import choose
 
 Row = dict[str, Any]
 Progress = Callable[[int, int, str], None]
-GLOO, COMPUTE, COMM, FBGEMM, FBGEMM_OURS = "gloo", "compute", "comm", "fbgemm+gloo", "fbgemm+ours"
+#: What is compared with: torch's operator and gloo's collective, or ours, as a user would write it; each side alone.
+GLOO, OURS, COMPUTE, COMM = "gloo", "torch+ours", "compute", "comm"
+FBGEMM, FBGEMM_OURS = "fbgemm+gloo", "fbgemm+ours"
 _POLL_S = 0.05
 _CHECKS = 2
 _WARM_UP = 2
@@ -229,10 +231,10 @@ class Site:
         found: dict[str, Run] = {name: case.fused(name) for name in self.spec.contenders(shape.op)}
         if not self.spec.baselines:
             return found
-        found |= {COMPUTE: case.compute(), COMM: case.comm()}
+        found |= {OURS: case.then(dovetail), COMPUTE: case.compute(), COMM: case.comm()}
         if self.spec.backend != "cpu":
             return {name: _settled(run) for name, run in found.items()}
-        found[GLOO] = case.gloo()
+        found[GLOO] = case.then(dist)
         if isinstance(case, LookupCase):
             found |= self._fbgemm(case)
         return found
@@ -243,7 +245,7 @@ class Site:
             try:
                 pooled = fbgemm.pooled(case.tables, case.values, case.offsets)
                 pooled()
-                return {FBGEMM: case.gloo(pooled), FBGEMM_OURS: case.ours(pooled)}
+                return {FBGEMM: case.then(dist, pooled), FBGEMM_OURS: case.then(dovetail, pooled)}
             except (NotImplementedError, RuntimeError) as error:
                 problem = f"it can't pool {case.dtype}: {str(error).splitlines()[0]}"
         self.notes[f"fbgemm left out: {problem}"] = None
@@ -259,14 +261,19 @@ class Site:
         times = self._slowest(racing, rounds) if racing else {}
         self._check(case, racing, right, _CHECKS)
         medians = {name: round(median(found) / 1e3, 3) for name, found in times.items() if right[name]}
-        plain = times.get(choose.UNFUSED)
-        speedups = {
-            name: round(median([u / t for u, t in zip(plain, found, strict=True)]), 4)
-            for name, found in times.items() if plain and right[name]
-        }  # fmt: skip
+
+        def over(rival: str) -> dict[str, float]:
+            """Medians of the rounds' own ratios."""
+            rivals = times.get(rival)
+            return {
+                name: round(median([u / t for u, t in zip(rivals, found, strict=True)]), 4)
+                for name, found in times.items() if rivals and right[name]
+            }  # fmt: skip
+
         wrong = [name for name in contenders if not right[name]]
         return {
-            "times_us": medians, "over_unfused": speedups, "rounds": rounds, "correct": not wrong, "wrong": wrong,
+            "times_us": medians, "over_unfused": over(choose.UNFUSED), "over_ours": over(OURS), "rounds": rounds,
+            "correct": not wrong, "wrong": wrong,
         }  # fmt: skip
 
     def _check(self, case: Case, contenders: dict[str, Run], right: dict[str, bool], iteration: int) -> None:

@@ -22,6 +22,7 @@ from dovetail.plan.check import check
 from dovetail.plan.plan import ABSENT, Plan, SignalKind
 
 _PLAN_CALL = 0xFF  # no collective has this number
+_AS_SEEN = -1  # of the native `meet`
 _DIRECT = 0
 
 
@@ -127,6 +128,25 @@ class PlanRunner:
         def again() -> None:
             if caller.run(pointers, sizes, []) != 1:
                 raise self.error(caller.failure())
+
+        return again
+
+    def meeting(self, tensors: Sequence[Any], name: str = "meet") -> Callable[..., bool]:
+        """`run` over the same two tensors again and again, which the caller keeps: what a rank says, what all say.
+
+        Called with what it says now, what all said before, and what the native function `name` takes: for "meet" what
+        to copy first (destination, source, bytes, and so on). Returns whether all say the same as before.
+        """
+        pointers, sizes = [t.data_ptr() for t in tensors], [t.nbytes for t in tensors]
+        caller, meet = self._caller, getattr(native.load(), name)
+
+        def again(mine: bytes, seen: bytes, *more: Any) -> bool:
+            status = meet(caller, pointers, sizes, mine, seen, *more)
+            if status == _AS_SEEN:
+                return True
+            if status != 1:
+                raise self.error(caller.failure())
+            return False
 
         return again
 

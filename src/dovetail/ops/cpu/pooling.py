@@ -6,6 +6,7 @@ import itertools
 import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -22,26 +23,47 @@ def pool(c: EmbeddingAllToAll, first: int, end: int, out: torch.Tensor) -> None:
 
     Uses as many threads as torch does (`torch.set_num_threads`). Row numbers are known to be in range.
     """
-    threads = min(torch.get_num_threads(), max(1, c.values.numel() // _FEW_LOOKUPS), max(1, end - first))
-    if threads == 1:
-        _pool(c, first, end, out)
-        return
-    cuts = [first + (end - first) * k // threads for k in range(threads + 1)]
-    parts = [_threads().submit(_pool, c, a, b, out[a - first :]) for a, b in itertools.pairwise(cuts[1:])]
-    try:
-        _pool(c, cuts[0], cuts[1], out)
-    finally:
-        for part in parts:
-            part.result()
+    Pooling(c)(first, end, out.data_ptr(), out.stride(0) if out.shape[0] > 1 else 0)
 
 
-def _pool(c: EmbeddingAllToAll, first: int, end: int, out: torch.Tensor) -> None:
-    scales = c.per_sample_weights
-    native.load().pool(
-        int(DTYPES[c.dtype]), c.values.dtype is torch.int64, c.mode == "mean", [w.data_ptr() for w in c.weights], c.dim,
-        c.values.data_ptr(), c.offsets.data_ptr(), c.batch, first, end, 0 if scales is None else scales.data_ptr(),
-        out.data_ptr(), out.stride(0) if out.shape[0] > 1 else 0,
-    )  # fmt: skip
+class Pooling:
+    """The bags of a call, to be pooled part by part."""
+
+    __slots__ = ("_given", "_most", "_row_bytes", "_scales")
+
+    def __init__(self, c: EmbeddingAllToAll) -> None:
+        self._given = (
+            int(DTYPES[c.dtype]), c.values.dtype is torch.int64, c.mode == "mean", [w.data_ptr() for w in c.weights],
+            c.dim, c.values.data_ptr(), c.offsets.data_ptr(), c.batch,
+        )  # fmt: skip
+        self._scales = 0 if c.per_sample_weights is None else c.per_sample_weights.data_ptr()
+        self._most = min(torch.get_num_threads(), max(1, c.values.numel() // _FEW_LOOKUPS))
+        self._row_bytes = c.dtype.itemsize
+
+    def __call__(self, first: int, end: int, address: int, stride: int) -> None:
+        """Samples [first, end), the first of them to `address`, the next ones `stride` items apart."""
+        threads = min(self._most, max(1, end - first))
+        if threads == 1:
+            _pool(self._given, first, end, self._scales, address, stride)
+            return
+        cuts = [first + (end - first) * k // threads for k in range(threads + 1)]
+        step = stride * self._row_bytes
+        parts = [
+            _threads().submit(_pool, self._given, a, b, self._scales, address + (a - first) * step, stride)
+            for a, b in itertools.pairwise(cuts[1:])
+        ]
+        try:
+            _pool(self._given, cuts[0], cuts[1], self._scales, address, stride)
+        finally:
+            for part in parts:
+                part.result()
+
+
+def _pool(given: tuple[Any, ...], first: int, end: int, scales: int, address: int, stride: int) -> None:
+    _native().pool(*given, first, end, scales, address, stride)
+
+
+_native = cache(native.load)
 
 
 @cache

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ _ONESHOT_BYTES = 512 << 10
 _STAGE_BYTES = 16 << 20
 #: Bytes of a result up to which it is copied out of the stage, and of an input up to which it is copied to the peers.
 _COPIED_BYTES, _COPIED_INPUT = 256 << 10, 2 << 20
+#: Posted instead of an offset: bags were sent to stages.
+_STAGED = -2
 
 
 #: The plan's dtypes by number, and the loaded native part: looked up in every call.
@@ -91,14 +94,13 @@ def _gemm_small(g: OpsGroup, c: calls.GemmAllToAll) -> torch.Tensor | None:
     rank, size = g.group.rank, g.group.size
     m, n = c.rows // size, c.n
     part = m * n * c.dtype.itemsize
-    if not 0 < part * size <= _COPIED_BYTES or (bases := g.push(part * size)) is None:
+    if not 0 < part * size <= _COPIED_BYTES or (stages := g.push(part * size)) is None:
         return None
     whole = torch.mm(c.x, c.w.t())
-    here, copy = whole.data_ptr(), _native().copy
-    for d in remote_first(rank, size):
-        copy(g.base(d) + bases[d] + rank * part, here + d * part, part)
-    g.agree(c.text, (), (*c.send, *c.receive))
-    copy(here, g.base(rank) + bases[rank], size * part)
+    here, at = whole.data_ptr(), rank * part
+    copies = [v for d, stage in enumerate(stages) for v in (stage + at, here + d * part, part)]
+    g.agree(c.text, (), (*c.send, *c.receive), copies=copies)
+    _native().copy(here, stages[rank], size * part)
     return whole
 
 
@@ -106,12 +108,10 @@ def all_gather_matmul(g: OpsGroup, c: calls.AllGatherMatmul, *, order: Order = l
     """Peers' rows are read where they are; its own come first, while late ranks arrive. A small x is sent around."""
     rank, size, m = g.group.rank, g.group.size, c.rows
     part = c.x.nbytes
-    if size > 1 and 0 < part <= _COPIED_INPUT and (bases := g.push(part * size)) is not None:
-        here, copy = c.x.data_ptr(), _native().copy
-        for d in remote_first(rank, size):
-            copy(g.base(d) + bases[d] + rank * part, here, part)
-        g.agree(c.text)
-        return torch.mm(g.at(rank, bases[rank], (size * m, c.k), c.dtype), c.w.t())
+    if size > 1 and 0 < part <= _COPIED_INPUT and (stages := g.push(part * size)) is not None:
+        here, at = c.x.data_ptr(), rank * part
+        g.agree(c.text, copies=[v for stage in stages for v in (stage + at, here, part)])
+        return torch.mm(g.at(rank, stages[rank] - g.base(rank), (size * m, c.k), c.dtype), c.w.t())
     offset = g.blocks.offset(c.x)
     if offset < 0 and size > 1 and c.x.numel():
         shared = g.scratch("x", part)[:part].view(c.dtype).view(c.x.shape)
@@ -137,9 +137,10 @@ def matmul_reduce_scatter(g: OpsGroup, c: calls.MatmulReduceScatter, *, order: O
     if m and _in_one(c, m):
         return _reduce_scatter_of_one(g, c, m, part)
 
-    def send(bases: list[int]) -> None:
+    def send(stages: Sequence[int]) -> None:
         for d in order(rank, size) if part else ():
-            torch.mm(c.x[d * m : (d + 1) * m], c.w.t(), out=g.at(d, bases[d] + rank * part, (m, n), c.dtype))
+            there = g.at(d, stages[d] - g.base(d) + rank * part, (m, n), c.dtype)
+            torch.mm(c.x[d * m : (d + 1) * m], c.w.t(), out=there)
 
     stage = _sent(g, c, part * size, send)
     out = torch.empty((m, n), dtype=c.dtype)
@@ -153,28 +154,45 @@ def _reduce_scatter_of_one(g: OpsGroup, c: calls.MatmulReduceScatter, m: int, pa
     whole = torch.mm(c.x, c.w.t())
     here = whole.data_ptr()
 
-    def send(bases: list[int]) -> None:
-        copy = _native().copy
-        for d in remote_first(rank, size)[:-1]:
-            copy(g.base(d) + bases[d] + rank * part, here + d * part, part)
+    def copies(stages: Sequence[int]) -> list[int]:
+        at = rank * part
+        return [v for d, stage in enumerate(stages) if d != rank for v in (stage + at, here + d * part, part)]
 
-    stage = _sent(g, c, part * size, send)
+    stage = _copied(g, c, part * size, copies)
     out = torch.empty((m, c.n), dtype=c.dtype)  # not our piece of `whole`: a tracer expects memory of its own
     add_up(out, [here + rank * part if s == rank else stage + s * part for s in range(size)])
     return out
 
 
-def _sent(g: OpsGroup, c: calls.Call, size_bytes: int, send: Callable[[list[int]], None]) -> int:
-    """Has `send` write parts into all ranks' stages, given where those begin; returns where ours is in memory."""
-    here = g.base(g.group.rank)
-    if size_bytes <= _STAGE_BYTES and (bases := g.push(size_bytes)) is not None:
-        send(bases)
+def _sent(g: OpsGroup, c: calls.Call, size_bytes: int, send: Callable[[Sequence[int]], None]) -> int:
+    """Has `send` write parts into all ranks' stages, given where those begin; returns where ours does."""
+    if size_bytes <= _STAGE_BYTES and (stages := g.push(size_bytes)) is not None:
+        send(stages)
         g.agree(c.text)
-        return here + bases[g.group.rank]
+        return stages[g.group.rank]
+    return _sent_later(g, c, size_bytes, send)
+
+
+def _copied(g: OpsGroup, c: calls.Call, size_bytes: int, copies: Callable[[Sequence[int]], list[int]]) -> int:
+    """The same with parts that are only copied."""
+    if size_bytes <= _STAGE_BYTES and (stages := g.push(size_bytes)) is not None:
+        g.agree(c.text, copies=copies(stages))
+        return stages[g.group.rank]
+
+    def send(stages: Sequence[int]) -> None:
+        given = iter(copies(stages))
+        for copy in zip(given, given, given, strict=True):
+            _native().copy(*copy)
+
+    return _sent_later(g, c, size_bytes, send)
+
+
+def _sent_later(g: OpsGroup, c: calls.Call, size_bytes: int, send: Callable[[Sequence[int]], None]) -> int:
+    """Where no stage is large enough: first everybody says where its memory is."""
     stage = g.scratch("partial", size_bytes)
     slots = g.agree(c.text, (g.blocks.offset(stage),))
     with _unfinished(g, stage):
-        send([row[0] for row in slots])
+        send([g.base(d) + row[0] for d, row in enumerate(slots)])
         g.barrier()
     return int(stage.data_ptr())
 
@@ -182,10 +200,10 @@ def _sent(g: OpsGroup, c: calls.Call, size_bytes: int, send: Callable[[list[int]
 def gemv_all_reduce(g: OpsGroup, c: calls.GemvAllReduce, *, order: Order = remote_first) -> torch.Tensor:
     """Each rank owns some columns: it gets everybody's partial ones, adds them up in the order of ranks, and writes
     the sum into every rank's output. A small result is added up by every rank; the bits are the same."""
-    rank, size = g.group.rank, g.group.size
-    m, n, item = c.rows, c.n, c.dtype.itemsize
+    size, m, n, item = c.world, c.rows, c.n, c.dtype.itemsize
     if m * n * item <= _ONESHOT_BYTES or n < size:
-        return _oneshot(g, c)
+        return _oneshot(g, c, m * n * item)
+    rank = g.group.rank
     cuts = [n * d // size for d in range(size + 1)]
     wide = max(b - a for a, b in itertools.pairwise(cuts)) * m * item
     stage = g.scratch("partial", wide * size)
@@ -205,42 +223,89 @@ def gemv_all_reduce(g: OpsGroup, c: calls.GemvAllReduce, *, order: Order = remot
     return out
 
 
-def _oneshot(g: OpsGroup, c: calls.GemvAllReduce) -> torch.Tensor:
-    """Partial products go to everybody; each adds them up in the memory of its own."""
-    rank, size = g.group.rank, g.group.size
-    part = c.rows * c.n * c.dtype.itemsize
+def _oneshot(g: OpsGroup, c: calls.GemvAllReduce, part: int) -> torch.Tensor:
+    """Partial products of `part` bytes go to everybody; each adds them up in the memory of its own."""
+    rank, size = g.group.rank, c.world
     out = torch.mm(c.x, c.w.t())
-    here, copy = out.data_ptr(), _native().copy
+    here = out.data_ptr()
 
-    def send(bases: list[int]) -> None:
-        for d, base in enumerate(bases):
-            if d != rank and part:
-                copy(g.base(d) + base + rank * part, here, part)
+    def copies(stages: Sequence[int]) -> list[int]:
+        at = rank * part
+        return [v for d, stage in enumerate(stages) if d != rank for v in (stage + at, here, part)]
 
-    stage = _sent(g, c, part * size, send)
+    stage = _copied(g, c, part * size, copies)
     add_up(out, [here if s == rank else stage + s * part for s in range(size)])
     return out
 
 
+class Repeated:
+    """A small `gemv_all_reduce` whose like was run before: a product and one native call."""
+
+    __slots__ = ("_given", "_group", "_plain", "_said", "_text")
+
+    def __init__(self, g: OpsGroup, c: calls.GemvAllReduce, part: int, said: tuple[bytes, bytes]) -> None:
+        self._group, self._text, self._plain, self._said = g, c.text, g.plain, said
+        self._given = part, _NUMBERS[c.dtype], c.rows * c.n
+
+    @staticmethod
+    def of(g: OpsGroup, c: calls.Product) -> Repeated | None:
+        """None if it can't be said in one call, or not yet."""
+        part = c.rows * c.n * c.dtype.itemsize
+        if not isinstance(c, calls.GemvAllReduce) or not 0 < part <= _ONESHOT_BYTES or g.push(part * c.world) is None:
+            return None
+        said = g.said(c.text)
+        return None if said is None else Repeated(g, c, part, said)
+
+    def __call__(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor | None:
+        """None, and nothing was done, if what this rank says has changed: its stage has grown."""
+        if self._group.plain is not self._plain:
+            return None
+        out = torch.mm(x, w.t())
+        self._group.add(self._said, self._text, out.data_ptr(), *self._given)
+        return out
+
+
 def embedding_all_to_all(g: OpsGroup, c: calls.EmbeddingAllToAll, *, order: Order = remote_first) -> torch.Tensor:
-    """Bags are pooled straight into the row of the sample's rank, slice by slice."""
-    rank, size = g.group.rank, g.group.size
-    local, tables = c.batch // size, len(c.weights)
-    guess = g.known.get("tables", tables * size)  # of all ranks, last time: then one exchange is enough
-    out = g.blocks.empty((local, guess, c.dim), c.dtype)
-    slots = g.agree(c.text, (g.blocks.offset(out), tables, guess))
-    every = [row[1] for row in slots]
-    first, total = sum(every[:rank]), sum(every)
-    if any(row[2] != total for row in slots):
-        g.known["tables"] = total
-        out = g.blocks.empty((local, total, c.dim), c.dtype)
+    """Bags are pooled straight into the row of the sample's rank, or, if they are few, of its stage.
+
+    How many tables every rank has is taken to be as it was last time, and posted: then one exchange is enough.
+    """
+    rank, size = g.group.rank, c.world
+    local, dim, item = c.batch // size, c.dim, c.dtype.itemsize
+    every: tuple[int, ...] = g.known.get("tables") or (len(c.weights),) * size
+    pooled = pooling.Pooling(c)
+
+    def send(begins: Sequence[int]) -> None:
+        """To where everybody's output begins."""
+        total, first = sum(every) * dim, sum(every[:rank]) * dim * item
+        for d in order(rank, size) if local else ():
+            pooled(d * local, (d + 1) * local, begins[d] + first, total)
+
+    shape = (local, sum(every), dim)
+    whole = math.prod(shape) * item
+    if 0 < whole <= _COPIED_BYTES and (stages := g.push(whole)) is not None:
+        send(stages)
+        slots = g.agree(c.text, (_STAGED, len(c.weights), hash(every)))
+        if all(row[0] == _STAGED for row in slots) and _have(slots, every):
+            out = torch.empty(shape, dtype=c.dtype)
+            _native().copy(out.data_ptr(), stages[rank], whole)
+            return out
+    else:
+        out = g.blocks.empty(shape, c.dtype)
+        slots = g.agree(c.text, (g.blocks.offset(out), len(c.weights), hash(every)))
+    if any(row[0] == _STAGED for row in slots) or not _have(slots, every):
+        every = g.known["tables"] = tuple(row[1] for row in slots)
+        out = g.blocks.empty((local, sum(every), dim), c.dtype)
         slots = g.agree(c.text, (g.blocks.offset(out),))
     with _unfinished(g, out):
-        for d in order(rank, size) if out.numel() else ():
-            there = out if d == rank else g.at(d, slots[d][0], (local, total, c.dim), c.dtype)
-            pooling.pool(c, d * local, (d + 1) * local, there[:, first : first + tables])
+        send([g.base(d) + row[0] for d, row in enumerate(slots)])
         g.barrier()
     return out
+
+
+def _have(slots: list[tuple[int, ...]], every: tuple[int, ...]) -> bool:
+    """Whether the ranks have so many tables each, and all of them knew."""
+    return tuple(row[1] for row in slots) == every and all(row[2] == hash(every) for row in slots)
 
 
 def add_up(out: torch.Tensor, sources: list[int]) -> None:

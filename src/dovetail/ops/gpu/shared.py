@@ -6,37 +6,47 @@ operators there are is not its business. Nothing collective happens in a destruc
 
 from __future__ import annotations
 
+import logging
 import math
 import struct
-from collections import deque
-from collections.abc import Hashable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dovetail.errors import DovetailError, MismatchError, NotSupported, Timeout
+from dovetail.errors import DovetailError, MismatchError, NotSupported
 from dovetail.hw.cpu import native
 from dovetail.hw.world import Group
 from dovetail.language import Addresses, Symmetric
-from dovetail.language.symmetric import indexed
+from dovetail.language.symmetric import gpu_world, indexed
 from dovetail.ops.gpu import tiles
+from dovetail.ops.gpu.status import WRONG_ROW, Status
+from dovetail.ops.gpu.tables import Tables, is_capturing, recorded
 from dovetail.ops.gpu.tiles import Blocks
+
+log = logging.getLogger("dovetail")
+
+T = TypeVar("T")
+Meet = Callable[[Sequence[int]], list[tuple[int, ...]]]
+_NO_TABLE = torch.empty(0, dtype=torch.int64)
 
 #: Looks per second of a kernel that waits, at most: so a wait is not shorter than the group's timeout.
 _LOOKS_PER_S = 2_000_000
 _INTERPRETED_LOOKS_PER_S = 5_000
-#: What `kernels.protocol` calls what a rank waits for.
-_WHAT = ("begin its part", "finish its part", "send a slice", "copy its rows")
 _TEXT_BYTES = 160
-_TABLE_WORDS = 1 << 14
-#: Tables of tiles that are kept for splits seen before.
-_MOST_SPLITS = 256
-#: Words of a call on this rank alone: run number, programs that ended, a wait ran out.
-LOCAL_WORDS = 3
+#: Tables of tiles, and counters, that are kept for shapes and splits seen before.
+_MOST_ROWS = 256
+#: What each rank says of its device: multiprocessors, programs asked for or 0; then its name.
+_DEVICE = struct.Struct("<qq")
+#: Under the interpreter tiles are as small as for many programs, so that small problems have several.
+_INTERPRETED_CORES = 1 << 20
+#: Words of a call on this rank alone: those of `kernels.protocol`.
+LOCAL_WORDS = 4
 _INTERPRETED = Blocks(height=16, width=32, depth=32, group=2, warps=4, stages=1)
 
 
@@ -46,8 +56,13 @@ class State:
 
     signals: Symmetric
     local: torch.Tensor
-    stage: Symmetric | None = None
-    result: Symmetric | None = None  #: where peers store what a captured call then copies to its output
+    stage: Symmetric | None  #: where peers store parts, of any shape that has room there
+    result: Symmetric | None  #: where they store what a captured call then copies to its output
+    sizes: tuple[int, int, int]  #: words, items of the stage, items of the result
+
+    def has(self, sizes: Sequence[int]) -> bool:
+        """Whether it is so large."""
+        return all(need <= have for need, have in zip(sizes, self.sizes, strict=True))
 
 
 @dataclass(slots=True)
@@ -60,54 +75,6 @@ class Rows:
     slice_tiles: torch.Tensor
     counters: torch.Tensor
     even: bool
-
-
-class Tables:
-    """Addresses on the device. An entry is written once and never again: kernels in flight hold its place.
-
-    On a GPU an entry is copied from pinned memory in torch's current stream, and other streams wait for that. While a
-    graph is captured the copy is part of the graph.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._found: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._copied: dict[tuple[int, ...], Any] = {}  # entries whose copy was issued; an event until it is done
-        self._chunk: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._left = 0
-
-    def of(self, addresses: NDArray[np.int64]) -> torch.Tensor:
-        """The table of these addresses."""
-        key = (*addresses.tolist(),)
-        here, there = self._found.get(key) or self._made(key)
-        if self._device.type == "cpu":
-            return there
-        if is_capturing(self._device):
-            if key not in self._copied:
-                there.copy_(here, non_blocking=True)
-        elif key not in self._copied:
-            there.copy_(here, non_blocking=True)
-            self._copied[key] = recorded(self._device)
-        elif (event := self._copied[key]) is not None:
-            if event.query():
-                self._copied[key] = None
-            else:
-                torch.cuda.current_stream(self._device).wait_event(event)
-        return there
-
-    def _made(self, key: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._chunk is None or self._left < len(key):
-            if is_capturing(self._device):
-                raise NotSupported("no room for a table of addresses while a graph is captured: call it once before")
-            self._left = max(_TABLE_WORDS, len(key))
-            words = torch.zeros(self._left, dtype=torch.int64, pin_memory=self._device.type != "cpu")
-            self._chunk = words, words.to(self._device)
-        end = len(self._chunk[0]) - self._left + len(key)
-        here, there = (words[end - len(key) : end] for words in self._chunk)
-        self._left -= len(key) + len(key) % 2
-        here.copy_(torch.tensor(key, dtype=torch.int64))
-        self._found[key] = here, there
-        return here, there
 
 
 class Shared:
@@ -129,45 +96,46 @@ class Shared:
         programs: int | None = None,
         blocks: Blocks | None = None,
     ) -> None:
-        import triton
-
         self.group, self.device = group, indexed(device)
-        self._interpreted = bool(triton.knobs.runtime.interpret)
-        if (self.device.type == "cpu") != self._interpreted:
-            raise NotSupported(
-                f"kernels for {self.device.type} tensors with TRITON_INTERPRET={int(self._interpreted)}: they run on a "
-                "GPU, or on CPU tensors under Triton's interpreter"
-            )
+        self._interpreted = prepare(group, self.device)
         self._addresses = Addresses.of(group, self.device)
-        mine = self._addresses.device_id
-        _, ids = self._addresses.exchange([], mine)
-        self.num_sharing = ids.count(mine)  #: ranks on this rank's GPU, itself included
-        self.programs = self._share(programs)
+        self._share(programs)
         self._blocks = blocks or (_INTERPRETED if self._interpreted else None)
         self._states: dict[Hashable, State] = {}
-        self._rows: dict[Hashable, Rows] = {}
-        self._uneven: dict[Hashable, Rows] = {}  # of splits that may change with every call
-        self._inputs: dict[Hashable, torch.Tensor] = {}  # copies of inputs that peers can't reach
+        self._outgrown: list[Symmetric] = []  # signals that a peer's last kernel may still raise
+        self._rows: OrderedDict[Hashable, Rows] = OrderedDict()
+        self._counters: OrderedDict[Hashable, torch.Tensor] = OrderedDict()
+        self._inputs: dict[torch.dtype, torch.Tensor] = {}  # for copies of inputs that peers can't reach
         self._tables = Tables(self.device)
-        self._status = torch.zeros(2, dtype=torch.int64, pin_memory=not self._interpreted)
+        self._status = Status(group, self._addresses)
         self._held: deque[tuple[Any, Any]] = deque()
         self._captured: list[Any] = []
         self._last: Any = None  # the stream of the last launch
+        #: How ranks meet for the call that is being made: takes two words of this rank, returns what each rank said,
+        #: its two words first. Without it they meet for addresses only.
+        self.meet: Meet | None = None
+        self._tables_before: tuple[int, ...] | None = None  # of embeddings, of each rank, in the last call
+        self._addresses.leaves(self)
 
-    def _share(self, programs: int | None) -> int:
+    def _share(self, asked: int | None) -> None:
+        """Every rank learns how many programs each has; one that asked for too many is refused on all of them."""
+        mine = self._addresses.device_id
+        _, notes = self._addresses.exchange([], _DEVICE.pack(self._num_cores(), asked or 0) + mine)
+        ids = [note[_DEVICE.size :] for note in notes]
+        cores, wanted = zip(*(_DEVICE.unpack_from(note) for note in notes), strict=True)
+        self.num_sharing = ids.count(mine)  #: ranks on this rank's GPU, itself included
         if self._interpreted:
-            if programs not in (None, 1):
-                raise NotSupported(f"{programs} programs: the interpreter runs one after the other, so 1 is the most")
-            return 1
-        many = torch.cuda.get_device_properties(self.device).multi_processor_count
-        most = many // self.num_sharing
-        if not 1 <= (programs or most) <= most:
-            raise NotSupported(
-                f"{programs or most} programs per kernel: {self.num_sharing} ranks share this GPU of {many} "
-                f"multiprocessors, so each may have 1 to {most}; with more, a kernel could wait for one that has no "
-                "place to run"
-            )
-        return programs or most
+            if any(many > 1 for many in wanted):
+                raise NotSupported(f"{asked} programs: the interpreter runs one after the other, so 1 is the most")
+            wanted = (0,) * len(wanted)
+        every = shares(ids, cores, wanted)
+        self.programs = 1 if self._interpreted else every[self.group.rank]
+        self.least_programs = min(every)  #: of any rank: for what ranks must have alike
+
+    def _num_cores(self) -> int:
+        if self._interpreted:
+            return _INTERPRETED_CORES
+        return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
     # --- failures and the end
 
@@ -175,39 +143,59 @@ class Shared:
         """Raises what a kernel of this rank that has ended reported; returns at once if nothing was.
 
         Raises:
+            PeerError: a peer died, or the group was broken on one; the group is broken.
             Timeout: a peer was late; the group is broken.
             IndexError: a row number was out of range.
         """
         self._check_late()
-        if bad := int(self._status[1]):
-            self._status[1] = 0
+        if bad := self._status.take_wrong_row():
             raise IndexError(f"values[{bad - 1}] was not a row of its table; nothing was pooled for it")
 
     def _check_late(self) -> None:
-        late = int(self._status[0])
-        if late:
-            what, rank = late // 65536 - 1, late % 65536
-            error = Timeout(
-                f"rank {rank} of {self.group} did not {_WHAT[what]} of a fused operator within about "
-                f"{self.group.timeout_s:g} s; this rank's result is void"
-            )
+        if (error := self._status.error()) is not None:
             self._broken(error)
             raise error
 
+    def settle(self) -> None:
+        """Waits for all kernels of this rank, replayed ones too. One that waits for a dead or late peer ends."""
+        if not self._interpreted:
+            torch.cuda.synchronize(self.device)
+
     def close(self) -> None:
         """Waits for this rank's kernels and gives everything back, together with the other members."""
-        self._addresses.settle()
+        self.settle()
+        if self.group.broken is not None:
+            self._forget()
         states, self._states = self._states, {}
         for state in states.values():
-            state.signals.close()
-            for more in (state.stage, state.result):
-                if more is not None:
-                    more.close()
-        self._rows.clear()
-        self._uneven.clear()
-        self._inputs.clear()
-        self._held.clear()
-        self._captured.clear()
+            for each in (state.signals, state.stage, state.result):
+                if each is not None:
+                    each.close()
+        for signals in self._outgrown:
+            signals.close()
+        self._end()
+
+    def end(self) -> None:
+        """Ends it on this rank alone, with its group. A peer may still raise a signal: its words are not used again."""
+        try:
+            self.settle()
+        except RuntimeError:
+            log.warning("rank %d: kernels of %s failed", self.group.rank, self.group, exc_info=True)
+            self._forget()
+        if self.group.broken is not None:
+            self._forget()
+        native.keep((self._outgrown, [state.signals for state in self._states.values()]))
+        self._states = {}
+        self._end()
+
+    def leave(self, deadline_s: float) -> None:
+        """Gives up kernels that are not over at `deadline_s`: this process ends by an error."""
+        self._status.leave(deadline_s)
+
+    def _end(self) -> None:
+        self._status.close()
+        for kept in (self._rows, self._counters, self._inputs, self._held, self._captured, self._outgrown):
+            kept.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -219,9 +207,12 @@ class Shared:
 
     def _broken(self, error: DovetailError) -> None:
         """Memory that a late peer may still write is not used again."""
-        native.keep((self._held, self._states, self._inputs, self._captured))
-        self._held, self._states, self._inputs, self._captured = deque(), {}, {}, []
-        self._addresses.fail(error)
+        self._forget()
+        self._status.tell(error)
+
+    def _forget(self) -> None:
+        native.keep((self._held, self._states, self._inputs, self._captured, self._outgrown))
+        self._held, self._states, self._inputs, self._captured, self._outgrown = deque(), {}, {}, [], []
 
     # --- for the operators
 
@@ -230,7 +221,7 @@ class Shared:
         if self.group.broken is not None:
             raise self.group.broken
         self._check_late()
-        if self._is_capturing():
+        if self.is_capturing():
             return  # a capture would end if an event were asked for
         while self._held and (self._held[0][0] is None or self._held[0][0].query()):
             self._held.popleft()
@@ -239,41 +230,59 @@ class Shared:
             if self._last != stream:
                 stream.wait_event(self._held[-1][0])  # what this call writes, an earlier run may still be reading
 
-    def _state(
-        self, kind: Hashable, num_words: int, stage: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
-    ) -> State:
-        """What ranks share for a kind of call; made in the first one, by all of them."""
+    def _state(self, kind: Hashable, *sizes: int, dtype: torch.dtype = torch.int64) -> State:
+        """What ranks share for a kind of call: words, items of the stage, items of the result. It is made in the first
+        call and made larger in later ones, by all ranks alike."""
+        wanted = (*sizes, 0, 0)[:3]
         found = self._states.get(kind)
-        if found is None:
-            self._refuse_capture()
-            signals = Symmetric(self.group, (num_words,), torch.int64, self.device)
-            local = torch.zeros(LOCAL_WORDS + 1, dtype=torch.int64, device=self.device)
-            made = None
-            if stage is not None:
-                assert dtype is not None
-                made = Symmetric(self.group, stage, dtype, self.device)
-            found = self._states[kind] = State(signals, local, made)
-        return found
+        if found is not None and found.has(wanted):
+            return found
+        self.refuse_capture()
+        if found is not None:
+            self._outgrown.append(found.signals)  # its memory goes when the kernels that hold it have ended
+            wanted = tuple(
+                have if need <= have else max(need, have + have // 4)
+                for need, have in zip(wanted, found.sizes, strict=True)
+            )
+        words, *items = wanted
+        signals = Symmetric(self.group, (words,), torch.int64, self.device)
+        local = torch.zeros(LOCAL_WORDS, dtype=torch.int64, device=self.device)
+        stage, result = (Symmetric(self.group, (n,), dtype, self.device) if n else None for n in items)
+        made = self._states[kind] = State(signals, local, stage, result, (words, items[0], items[1]))
+        return made
 
     def _scratch(self, m: int, k: int, dtype: torch.dtype) -> torch.Tensor:
         """For an input; used again by the next call, which comes after all peers have read it."""
-        found = self._inputs.get((m, k, dtype))
+        found = self._inputs.get(dtype)
+        if found is None or found.numel() < m * k:
+            self.refuse_capture()
+            have = 0 if found is None else found.numel()
+            found = self._inputs[dtype] = self._addresses.empty((max(m * k, have + have // 4),), dtype)
+        return found[: m * k].view(m, k)
+
+    def _counter(self, key: Hashable) -> torch.Tensor:
+        """A word that counts tiles of calls of one shape."""
+        found = self._counters.get(key)
         if found is None:
-            self._refuse_capture()
-            found = self._inputs[m, k, dtype] = self._addresses.empty((m, k), dtype)
-        return found
+            self.refuse_capture()
+            found = torch.zeros(1, dtype=torch.int64, device=self.device)
+        return kept(self._counters, key, found)
 
     def _agree(
         self, text: str, tensor: torch.Tensor | None, numbers: Sequence[int]
     ) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
         """(table of everybody's `tensor`, everybody's numbers); blocks until all have called.
 
+        If the call is one that ranks meet for anyway (`meet`), the tensors are named there, and the numbers are those
+        that they give there.
+
         Raises:
             MismatchError: they do not make the same call; nothing was moved.
             IndexError: an earlier call of some rank had a row number out of range; nothing was moved.
         """
-        bad, self._status[1] = int(self._status[1]), 0
-        words = struct.pack(f"<{1 + len(numbers)}q", bad, *numbers)
+        if self.meet is not None:
+            return self._agree_there(self.meet, tensor)
+        words = struct.pack(f"<{1 + len(numbers)}q", self._status.take_wrong_row(), *numbers)
         note = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES) + words
         addresses, notes = self._addresses.exchange([] if tensor is None else [tensor], note)
         texts = [n[:_TEXT_BYTES].decode(errors="replace").rstrip() for n in notes]
@@ -281,14 +290,20 @@ class Shared:
             calls = dict(enumerate(texts))
             raise MismatchError(f"the ranks of {self.group} do not make the same call; nothing was moved", calls=calls)
         rows = [struct.unpack(f"<{1 + len(numbers)}q", n[_TEXT_BYTES:]) for n in notes]
-        for rank, row in enumerate(rows):
-            if row[0]:
-                raise IndexError(
-                    f"values[{row[0] - 1}] of rank {rank} was not a row of its table in an earlier call; nothing was "
-                    "pooled for it then, and nothing was moved now"
-                )
-        table = self._tables.of(addresses[:, 0]) if tensor is not None else torch.empty(0, dtype=torch.int64)
+        raise_wrong_rows([row[0] for row in rows])
+        table = self._tables.of(addresses[:, 0]) if tensor is not None else _NO_TABLE
         return table, [row[1:] for row in rows]
+
+    def _agree_there(self, meet: Meet, tensor: torch.Tensor | None) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
+        name = 0 if tensor is None else self._addresses.short(tensor)
+        rows = meet((name, self._status.take_wrong_row()))
+        raise_wrong_rows([row[1] for row in rows])
+        if tensor is None:
+            return _NO_TABLE, [row[2:] for row in rows]
+        addresses = self._addresses.resolved([row[0] for row in rows])
+        if addresses is None:  # memory of some rank is new to the others
+            addresses = self._addresses.exchange([tensor])[0][:, 0]
+        return self._tables.of(addresses), [row[2:] for row in rows]
 
     def _row_tiles(
         self, kind: Hashable, rows: tuple[int, ...], n: int, k: int, dtype: torch.dtype, *, order: str,
@@ -296,14 +311,10 @@ class Shared:
         blocks: Blocks | None = None,
     ) -> Rows:  # fmt: skip
         """The tiles of rows that are grouped by rank; made in the first call, by this rank alone."""
-        blocks = blocks or self._blocks or tiles.gemm_blocks(rows, n, k, dtype.itemsize, self.programs)
-        key = (kind, rows, n, blocks, order, rows_before, slice_rows)
-        known = self._rows if rows_before is None else self._uneven
-        found = known.get(key)
+        key, blocks = self._row_key(kind, rows, n, k, dtype, order, rows_before, slice_rows, blocks)
+        found = self._rows.get(key)
         if found is None:
-            self._refuse_capture()
-            if known is self._uneven and len(known) >= _MOST_SPLITS:
-                del known[next(iter(known))]  # the stream's order keeps its memory until kernels are done with it
+            self.refuse_capture()
             made = tiles.row_tiles(
                 rows, self.group.rank, blocks.height, slice_rows=slice_rows, order=order, rows_before=rows_before
             )
@@ -313,26 +324,43 @@ class Shared:
 
             many = max(num_counters, self.group.size, len(made.slices))
             counters = torch.zeros(many, dtype=torch.int64, device=self.device)
-            found = known[key] = Rows(
+            found = Rows(
                 blocks, put(made.tiles), put(made.segments), put(made.slice_tiles), counters,
                 made.is_even(blocks.height),
             )  # fmt: skip
-        return found
+        return kept(self._rows, key, found)
+
+    def _row_key(
+        self, kind: Hashable, rows: tuple[int, ...], n: int, k: int, dtype: torch.dtype, order: str,
+        rows_before: tuple[int, ...] | None = None, slice_rows: int | None = None, blocks: Blocks | None = None,
+    ) -> tuple[Hashable, Blocks]:  # fmt: skip
+        blocks = blocks or self._blocks or tiles.gemm_blocks(rows, n, k, dtype.itemsize, self.programs)
+        return (kind, rows, n, blocks, order, rows_before, slice_rows), blocks
 
     def _words(self, state: State, counters: torch.Tensor) -> tuple[Any, ...]:
         """signals, local, counters, status, bound."""
         per_s = _INTERPRETED_LOOKS_PER_S if self._interpreted else _LOOKS_PER_S
         bound = max(1, math.ceil(self.group.timeout_s * per_s))
-        return state.signals.table, state.local, counters, self._status.data_ptr(), bound
+        return state.signals.table, state.local, counters, self._status.words.data_ptr(), bound
+
+    @property
+    def _wrong_row(self) -> torch.Tensor:
+        """Where a kernel reports a row number that is out of range."""
+        return self._status.words[WRONG_ROW:]
 
     def _launch(self, kernel: Any, blocks: Blocks, held: Any, *args: Any) -> None:
-        """Launches on torch's current stream; `held` is what must stay until the kernel has ended."""
+        """Launches on torch's current stream; `held` is what must stay until the kernel has ended: memory that peers
+        use, and tables, which may have been made on another stream."""
         if self._interpreted:
-            kernel[(1,)](*args)
+            self._status.begun()
+            try:
+                kernel[(1,)](*args)
+            finally:
+                self._status.ended()
             self._held.append((None, held))
             self._check_late()
             return
-        capturing = self._is_capturing()
+        capturing = self.is_capturing()
         stream = torch.cuda.current_stream(self.device)
         if not capturing and self._held and self._last != stream:
             stream.wait_event(self._held[-1][0])  # runs follow each other, on whichever stream
@@ -340,15 +368,20 @@ class Shared:
             kernel[(self.programs,)](*args, num_warps=blocks.warps, num_stages=blocks.stages)
         if capturing:
             self._captured.append(held)  # replays use this memory as long as the graph lives
+            self._status.begun(captured=True)
         else:
-            self._held.append((recorded(self.device), held))
+            event = recorded(self.device)
+            self._held.append((event, held))
             self._last = stream
+            self._status.begun(event)
 
-    def _is_capturing(self) -> bool:
+    def is_capturing(self) -> bool:
+        """Whether torch's current stream captures a graph."""
         return is_capturing(self.device)
 
-    def _refuse_capture(self, op: str = "") -> None:
-        if self._is_capturing():
+    def refuse_capture(self, op: str = "") -> None:
+        """Raises `NotSupported` if a graph is captured: what an operator, or a new shape, would need is not there."""
+        if self.is_capturing():
             raise NotSupported(
                 f"{op} can't be captured in a graph: its output is new memory in every call"
                 if op
@@ -356,14 +389,66 @@ class Shared:
             )
 
 
-def recorded(device: torch.device) -> Any:
-    """An event behind what torch's current stream has to do."""
-    cuda: Any = torch.cuda
-    event = cuda.Event()
-    event.record(cuda.current_stream(device))
-    return event
+def prepare(group: Group, device: torch.device) -> bool:
+    """What a rank needs before it meets the others; returns whether kernels run under Triton's interpreter.
+
+    Raises:
+        NotSupported: no Triton for this device, or a graph is captured.
+        HardwareError, ValueError: the GPU can't be used by this rank.
+    """
+    import triton
+
+    interpreted = bool(triton.knobs.runtime.interpret)
+    if (device.type == "cpu") != interpreted:
+        raise NotSupported(
+            f"kernels for {device.type} tensors with TRITON_INTERPRET={int(interpreted)}: they run on a GPU, or on CPU "
+            "tensors under Triton's interpreter"
+        )
+    if is_capturing(device):
+        raise NotSupported("a graph is captured and this operator is new: call it once before the capture")
+    if not interpreted:
+        gpu_world(group.world, indexed(device).index)
+    return interpreted
 
 
-def is_capturing(device: torch.device) -> bool:
-    """Whether torch's current stream captures a graph."""
-    return device.type != "cpu" and bool(torch.cuda.is_current_stream_capturing())
+def shares(ids: Sequence[bytes], cores: Sequence[int], asked: Sequence[int]) -> list[int]:
+    """How many programs each rank's kernels have: ranks on one GPU get equal parts of it, unless they ask for less.
+
+    Args:
+        ids: names of the ranks' GPUs.
+        cores: their multiprocessors.
+        asked: programs, 0 for as many as there are.
+
+    Raises:
+        NotSupported: a rank asked for more than its part.
+    """
+    found = []
+    for name, many, wanted in zip(ids, cores, asked, strict=True):
+        sharing = ids.count(name)
+        most = many // sharing
+        if not 1 <= (wanted or most) <= most:
+            raise NotSupported(
+                f"{wanted or most} programs per kernel: {sharing} ranks share this GPU of {many} multiprocessors, so "
+                f"each may have 1 to {most}; with more, a kernel could wait for one that has no place to run"
+            )
+        found.append(wanted or most)
+    return found
+
+
+def raise_wrong_rows(places: Sequence[int]) -> None:
+    """All ranks raise what one has reported: 1 + the place of a value, or 0."""
+    for rank, place in enumerate(places):
+        if place:
+            raise IndexError(
+                f"values[{place - 1}] of rank {rank} was not a row of its table in an earlier call; nothing was pooled "
+                "for it then, and nothing was moved now"
+            )
+
+
+def kept(known: OrderedDict[Hashable, T], key: Hashable, value: T) -> T:
+    """Notes what was used last, and forgets what was not used for long; kernels hold what they still need."""
+    known[key] = value
+    known.move_to_end(key)
+    if len(known) > _MOST_ROWS:
+        known.popitem(last=False)
+    return value

@@ -5,8 +5,9 @@ on torch's current stream and returns before the kernel ends; under Triton's int
 program per kernel, and returns when it has ended.
 
 A kernel waits for peers while it holds multiprocessors, so all programs of all ranks must fit on their GPU at once: R
-ranks that share one get at most floor(multiprocessors / R) programs each. Every wait is bounded; one that runs out ends
-the kernel, and the next call (or `check`) raises `Timeout` and the group is broken.
+ranks that share one get at most floor(multiprocessors / R) programs each. Every wait is bounded, and ends early if the
+peer is dead or the group broken (`status.py`); the kernel then ends, its result is void, the group is broken, and the
+next call (or `check`) raises `Timeout` or `PeerError`.
 
 `gemv_all_reduce`, `all_gather_matmul` and `matmul_reduce_scatter` can be captured in a CUDA graph once they have run
 before with that shape: run numbers are counted on the device. Memory of captured calls is kept until `close`.
@@ -23,14 +24,11 @@ import numpy as np
 import torch
 
 from dovetail.errors import MismatchError, NotSupported
-from dovetail.language import Symmetric
 from dovetail.ops.gpu import tiles
-from dovetail.ops.gpu.shared import LOCAL_WORDS, Rows, Shared
+from dovetail.ops.gpu.shared import Meet, Rows, Shared, raise_wrong_rows
 from dovetail.ops.gpu.tiles import Blocks, Order
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: Under the interpreter tiles are as small as for many programs, so that small problems have several.
-_MANY = 1 << 20
 
 
 class Store(Shared):
@@ -48,7 +46,7 @@ class Store(Shared):
             order: "remote" (rows for peers are computed first), "local" or "natural".
         """
         x, w = self._begin("gemm_all_to_all", x, w)
-        self._refuse_capture("gemm_all_to_all")
+        self.refuse_capture("gemm_all_to_all")
         send, receive = tuple(send), tuple(receive)
         world, rank, n, k = self.group.size, self.group.rank, w.shape[0], w.shape[1]
         if len(send) != world or len(receive) != world or min(*send, *receive, 0) < 0 or sum(send) != x.shape[0]:
@@ -74,7 +72,7 @@ class Store(Shared):
 
         if n:
             self._launch(
-                gemm_all_to_all_kernel, rows.blocks, out,
+                gemm_all_to_all_kernel, rows.blocks, (out, table, state, rows),
                 x, w, table, rows.tiles, rows.segments, *self._words(state, rows.counters), rank, world, n, k,
                 _tl(x.dtype), *self._shape(rows, n, k, x.dtype),
             )  # fmt: skip
@@ -106,13 +104,14 @@ class Store(Shared):
         x, w = self._begin("all_gather_matmul", x, w)
         world, rank = self.group.size, self.group.rank
         (m, k), n = x.shape, w.shape[0]
-        if not self._addresses.reaches(x) or x.data_ptr() % 16:
+        if not self._is_placed(x):
             x = self._scratch(m, k, x.dtype).copy_(x)
         table, _ = self._agree(f"all_gather_matmul(x [{m}, {k}], w [.., {k}], {x.dtype})", x, ())
+        if not m:  # on all ranks; n = 0 may be this one's only, and the others need its signals
+            return x.new_empty((0, n)), x.new_empty((0, k))
         state = self._state(("all_gather_matmul",), 2 * world)
-        blocks = self._blocks or tiles.gemm_blocks([m] * world, n, k, x.dtype.itemsize, self.programs)
         if copy is None:
-            copy = self.num_sharing < world and n > blocks.width
+            copy = self._copies(m, n, k, x.dtype)
         y = torch.empty((world * m, n), dtype=x.dtype, device=self.device)
         gathered = torch.empty((world * m, k) if copy else (0, k), dtype=x.dtype, device=self.device)
         key = ("all_gather_matmul", copy)
@@ -120,11 +119,17 @@ class Store(Shared):
         from dovetail.ops.kernels.fused_gemm import all_gather_matmul_kernel
 
         self._launch(
-            all_gather_matmul_kernel, rows.blocks, (x, y, gathered),
+            all_gather_matmul_kernel, rows.blocks, (x, y, gathered, table, state, rows),
             table, w, y, gathered, rows.tiles, rows.segments, *self._words(state, rows.counters), rank, world, m, n, k,
             _tl(x.dtype), *self._shape(rows, n, k, x.dtype), copy, 4096,
         )  # fmt: skip
         return y, gathered
+
+    def _copies(self, m: int, n: int, k: int, dtype: torch.dtype) -> bool:
+        """Whether rows of peers are copied here first, if nobody says."""
+        world = self.group.size
+        blocks = self._blocks or tiles.gemm_blocks([m] * world, n, k, dtype.itemsize, self.programs)
+        return self.num_sharing < world and n > blocks.width
 
     def matmul_reduce_scatter(
         self, x: torch.Tensor, w: torch.Tensor, *, slice_rows: int | None = None, order: str = "remote"
@@ -144,25 +149,33 @@ class Store(Shared):
         m = many // world
         if slice_rows is not None and slice_rows < 1:
             raise ValueError(f"slice_rows is at least 1, not {slice_rows}")
-        blocks = self._blocks or tiles.gemm_blocks([m] * world, n, k, x.dtype.itemsize, self.programs)
-        height = min(slice_rows or -(-m // (4 * blocks.height)) * blocks.height, max(m, 1))
-        num_slices = -(-m // max(height, 1))
-        kind = ("matmul_reduce_scatter", m, n, x.dtype, height)
+        kind, height, *sizes = self._reduce_scatter_state(m, n, k, x.dtype, slice_rows)
         self._agree(f"matmul_reduce_scatter(x [{many}, ..], w [{n}, ..], {x.dtype}, slice_rows {height})", None, ())
-        state = self._state(kind, (2 + num_slices) * world, (world, m, n), x.dtype)
+        if not (m and n):
+            return x.new_empty((m, n))
+        num_slices = -(-m // height)
+        state = self._state(kind, *sizes, dtype=x.dtype)
         out = torch.empty((m, n), dtype=x.dtype, device=self.device)
         rows = self._row_tiles(kind, (m,) * world, n, k, x.dtype, order=order, slice_rows=height)
         from dovetail.ops.kernels.fused_gemm import matmul_reduce_scatter_kernel
 
         assert state.stage is not None
-        if m and n:
-            self._launch(
-                matmul_reduce_scatter_kernel, rows.blocks, out,
-                x, w, out, state.stage.table, rows.tiles, rows.slice_tiles, rows.segments,
-                *self._words(state, rows.counters), rank, world, num_slices, height, m, n, k,
-                _tl(x.dtype), *self._shape(rows, n, k, x.dtype), 16, 256,
-            )  # fmt: skip
+        self._launch(
+            matmul_reduce_scatter_kernel, rows.blocks, (out, state, rows),
+            x, w, out, state.stage.table, rows.tiles, rows.slice_tiles, rows.segments,
+            *self._words(state, rows.counters), rank, world, num_slices, height, m, n, k,
+            _tl(x.dtype), *self._shape(rows, n, k, x.dtype), 16, 256,
+        )  # fmt: skip
         return out
+
+    def _reduce_scatter_state(
+        self, m: int, n: int, k: int, dtype: torch.dtype, slice_rows: int | None = None
+    ) -> tuple[Any, ...]:
+        """(kind, rows of a slice, words, items of the stage), the same on all ranks."""
+        world = self.group.size
+        blocks = self._blocks or tiles.gemm_blocks([m] * world, n, k, dtype.itemsize, self.least_programs)
+        height = max(1, min(slice_rows or -(-m // (4 * blocks.height)) * blocks.height, m))
+        return ("matmul_reduce_scatter", dtype), height, (2 + -(-m // height)) * world, world * m * n
 
     def gemv_all_reduce(self, x: torch.Tensor, w: torch.Tensor, *, order: str = "remote") -> torch.Tensor:
         """x @ w.T summed over the ranks (each has a part of K): out [M, N], the same bits on every rank.
@@ -174,33 +187,38 @@ class Store(Shared):
         (m, k), n = x.shape, w.shape[0]
         if m > 64:
             raise ValueError(f"x has {m} rows; gemv_all_reduce takes up to 64")
-        blocks = tiles.gemv_blocks(m, n, x.dtype.itemsize, _MANY if self._interpreted else self.programs)
-        room = math.ceil(math.ceil(n / blocks.width) / world)
-        kind = ("gemv_all_reduce", m, n, x.dtype, blocks.width)
+        blocks, kind, *sizes = self._gemv_state(m, n, x.dtype)
+        capturing = self.is_capturing()
+        made = None if capturing else self._addresses.empty((m, n), x.dtype)
+        table, _ = self._agree(f"gemv_all_reduce(x [{m}, ..], w [{n}, ..], {x.dtype})", made, ())
         if not (m and n):
-            return torch.empty((m, n), dtype=x.dtype, device=self.device)
+            return x.new_empty((m, n))
+        state = self._state(kind, *sizes, dtype=x.dtype)
         out: torch.Tensor
-        if self._is_capturing():
-            state = self._state(kind, 0)
+        if made is None:
             assert state.result is not None
-            out, table = state.result.tensor, state.result.table
+            table, out = state.result.table, state.result.tensor[: m * n].view(m, n)
         else:
-            out = self._addresses.empty((m, n), x.dtype)
-            table, _ = self._agree(f"gemv_all_reduce(x [{m}, ..], w [{n}, ..], {x.dtype})", out, ())
-            state = self._state(kind, (2 + room) * world, (world, room, m, blocks.width), x.dtype)
-            if state.result is None:
-                state.result = Symmetric(self.group, (m, n), x.dtype, self.device)
+            out = made
+        counter = self._counter((kind, m, n, k))
         from dovetail.ops.kernels.gemv import gemv_all_reduce_kernel
 
         assert state.stage is not None
         self._launch(
-            gemv_all_reduce_kernel, blocks, out,
-            x, w, table, state.stage.table, *self._words(state, state.local[LOCAL_WORDS:]), rank, world, m, n, k,
+            gemv_all_reduce_kernel, blocks, (out, table, state, counter),
+            x, w, table, state.stage.table, *self._words(state, counter), rank, world, m, n, k,
             _tl(x.dtype), blocks.height, blocks.width, blocks.depth,
             n % blocks.width == 0, k % blocks.depth == 0, _precision(x.dtype), self._interpreted,
             Order(order) is Order.REMOTE,
         )  # fmt: skip
-        return out.clone() if self._is_capturing() else out
+        return out.clone() if capturing else out
+
+    def _gemv_state(self, m: int, n: int, dtype: torch.dtype) -> tuple[Any, ...]:
+        """(blocks, kind, words, items of the stage, items of the result), the same on all ranks."""
+        world = self.group.size
+        blocks = tiles.gemv_blocks(m, n, dtype.itemsize, self.least_programs)
+        room = math.ceil(math.ceil(n / blocks.width) / world)
+        return blocks, ("gemv_all_reduce", dtype), (2 + room) * world, world * room * m * blocks.width, m * n
 
     def embedding_all_to_all(
         self,
@@ -227,21 +245,26 @@ class Store(Shared):
         A row number out of range pools nothing; `check` raises `IndexError` for it, or the next call on all ranks.
         """
         self._ready()
-        self._refuse_capture("embedding_all_to_all")
+        self.refuse_capture("embedding_all_to_all")
         world, rank = self.group.size, self.group.rank
         self._check_bags(weights, values, offsets, batch, mode, per_sample_weights)
         dim, dtype = weights[0].shape[1], weights[0].dtype
-        if tables_of_rank is None:
-            _, counts = self._agree(f"embedding_all_to_all(batch {batch}, {mode})", None, (len(weights),))
-            tables_of_rank = [c[0] for c in counts]
-        if len(tables_of_rank) != world or tables_of_rank[rank] != len(weights):
-            raise ValueError(
-                f"tables_of_rank has {world} numbers and this rank's {len(weights)} tables, not {list(tables_of_rank)}"
-            )
-        local_batch, num_tables = batch // world, sum(tables_of_rank)
-        out = self._addresses.empty((local_batch, num_tables, dim), dtype)
-        text = f"embedding_all_to_all(batch {batch}, dim {dim}, {mode}, {dtype})"
-        table, _ = self._agree(text, out, tables_of_rank)
+        local_batch = batch // world
+        if self.meet is not None:
+            tables_of_rank, out, table = self._meet_for_tables(self.meet, len(weights), local_batch, dim, dtype)
+        else:
+            if tables_of_rank is None:
+                _, counts = self._agree(f"embedding_all_to_all(batch {batch}, {mode})", None, (len(weights),))
+                tables_of_rank = [c[0] for c in counts]
+            if len(tables_of_rank) != world or tables_of_rank[rank] != len(weights):
+                raise ValueError(
+                    f"tables_of_rank has {world} numbers and this rank's {len(weights)} tables, not "
+                    f"{list(tables_of_rank)}"
+                )
+            out = self._addresses.empty((local_batch, sum(tables_of_rank), dim), dtype)
+            text = f"embedding_all_to_all(batch {batch}, dim {dim}, {mode}, {dtype})"
+            table, _ = self._agree(text, out, tables_of_rank)
+        num_tables = sum(tables_of_rank)
         state = self._state(("embedding_all_to_all",), 2 * world)
         if not out.numel():
             return out
@@ -258,13 +281,33 @@ class Store(Shared):
 
         signals, local, counters, status, bound = self._words(state, rows.counters)
         self._launch(
-            embedding_all_to_all_kernel, blocks, (out, tuple(weights), values, offsets, scales),
+            embedding_all_to_all_kernel, blocks,
+            (out, tuple(weights), values, offsets, scales, places, sizes, table, state, rows),
             places, sizes, values, offsets, scales, table, rows.tiles, rows.segments, signals, local, counters,
-            self._status[1:], status, bound, rank, world, sum(tables_of_rank[:rank]), num_tables, len(weights), batch,
+            self._wrong_row, status, bound, rank, world, sum(tables_of_rank[:rank]), num_tables, len(weights), batch,
             dim, _tl(dtype), bags, depth, block, mode == "mean", per_sample_weights is not None, self._interpreted,
             self.programs,
         )  # fmt: skip
         return out
+
+    def _meet_for_tables(
+        self, meet: Meet, mine: int, local_batch: int, dim: int, dtype: torch.dtype
+    ) -> tuple[Sequence[int], torch.Tensor, torch.Tensor]:
+        """(tables of each rank, output, table of outputs). An output is made for as many tables as the ranks had in
+        their last call, so that it can be named where they meet; a rank that now has others names none, and all make
+        another."""
+        before, out, name = self._tables_before, None, 0
+        if before is not None and before[self.group.rank] == mine:
+            out = self._addresses.empty((local_batch, sum(before), dim), dtype)
+            name = self._addresses.short(out)
+        rows = meet((name, self._status.take_wrong_row()))
+        raise_wrong_rows([row[1] for row in rows])
+        every = self._tables_before = tuple(row[2] for row in rows)
+        addresses = self._addresses.resolved([row[0] for row in rows])
+        if out is None or addresses is None:
+            out = self._addresses.empty((local_batch, sum(every), dim), dtype)
+            addresses = self._addresses.exchange([out])[0][:, 0]
+        return every, out, self._tables.of(addresses)
 
     # --- arguments
 
@@ -294,12 +337,41 @@ class Store(Shared):
         for t, w in enumerate(weights):
             if w.dim() != 2 or w.shape[1] != weights[0].shape[1] or w.dtype != weights[0].dtype:
                 raise ValueError(f"weights[{t}] is {w.dtype} {tuple(w.shape)}: tables have one dim and dtype")
-            if not w.is_contiguous() or w.data_ptr() % 16:
-                raise ValueError(f"weights[{t}] must be contiguous and begin at a multiple of 16 bytes")
+            check_table(t, w)
             if w.dtype not in _DTYPES:
                 raise NotSupported(f"weights are {w.dtype}: the kernels pool {', '.join(str(d) for d in _DTYPES)}")
         if scales is not None and scales.shape != values.shape:
             raise ValueError(f"per_sample_weights is {tuple(scales.shape)}, values {tuple(values.shape)}")
+
+    def _is_placed(self, x: torch.Tensor) -> bool:
+        """Whether peers can read this input where it lies."""
+        return self._addresses.reaches(x) and x.data_ptr() % 16 == 0
+
+    def refuse_captured(self, op: str, x: torch.Tensor, w: torch.Tensor) -> None:
+        """Raises `NotSupported` if a graph is captured and this product can't be part of it: it needs memory that only
+        a call before the capture can make, together with the other ranks."""
+        (rows, k), n, dtype, world = x.shape, w.shape[0], x.dtype, self.group.size
+        if not self.is_capturing() or not rows or (not n and op != "all_gather_matmul"):
+            return
+        if op == "gemv_all_reduce":
+            _, kind, *sizes = self._gemv_state(rows, n, dtype)
+            known = (kind, rows, n, k) in self._counters
+        elif op == "matmul_reduce_scatter":
+            m = rows // world
+            kind, height, *sizes = self._reduce_scatter_state(m, n, k, dtype)
+            known = self._row_key(kind, (m,) * world, n, k, dtype, "remote", None, height)[0] in self._rows
+        elif op == "all_gather_matmul":
+            kind, sizes = (op,), [2 * world]
+            copy = self._copies(rows, n, k, dtype)
+            key, _ = self._row_key((op, copy), (rows,) * world, n, k, dtype, "local")
+            scratch = self._inputs.get(dtype)
+            placed = self._is_placed(x) or (scratch is not None and scratch.numel() >= rows * k)
+            known = placed and key in self._rows and self._tables.has_room(world)
+        else:
+            self.refuse_capture(op)
+        state = self._states.get(kind)
+        if not known or state is None or not state.has((*sizes, 0, 0)[:3]):
+            self.refuse_capture()
 
     def _shape(self, rows: Rows, n: int, k: int, dtype: torch.dtype) -> tuple[Any, ...]:
         """What a GEMM kernel is compiled for, from BM on."""
@@ -308,6 +380,14 @@ class Store(Shared):
             b.height, b.width, b.depth, b.group, self.programs,
             rows.even, n % b.width == 0, k % b.depth == 0, _precision(dtype), self._interpreted,
         )  # fmt: skip
+
+
+def check_table(number: int, table: torch.Tensor) -> None:
+    """Raises `ValueError` for a table of embeddings that the kernels can't read."""
+    if not table.is_contiguous() or table.data_ptr() % 16:
+        raise ValueError(
+            f"weights[{number}] must be contiguous and begin at a multiple of 16 bytes for transport 'store': clone it"
+        )
 
 
 def _tl(dtype: torch.dtype) -> Any:

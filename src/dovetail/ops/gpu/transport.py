@@ -1,19 +1,21 @@
 """Transports on GPUs, behind the seam of `ops.run`: the kernels of a group and a device, made once.
 
-Every call begins with the exchange of `OpsGroup.agree`, as on the CPU, also while a graph is being captured.
+Every call begins with the exchange of `OpsGroup.agree`, as on the CPU, also while a graph is being captured. Addresses
+go along with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dovetail.errors import NotSupported
 from dovetail.ops import calls
 from dovetail.ops.gpu import sliced
-from dovetail.ops.group import OpsGroup
+from dovetail.ops.group import NUM_WORDS, OpsGroup
 
 if TYPE_CHECKING:
     from dovetail.ops.gpu.store import Store
@@ -37,36 +39,93 @@ def check(g: OpsGroup, device: torch.device) -> None:
             found.check()
 
 
+def check_all(g: OpsGroup, *, synchronize: bool) -> None:
+    """The same, for all devices that the group has used."""
+    kept = [key[1] for key in g.known if isinstance(key, tuple) and key[0] in ("store", "sliced")]
+    for device in dict.fromkeys(kept):
+        if synchronize and device.type != "cpu":
+            torch.cuda.synchronize(device)
+        check(g, device)
+
+
+def refuse(g: OpsGroup, c: calls.Call) -> None:
+    """Raises what `store` has against a call, before this rank meets the others: they are told, and the group goes on.
+
+    Raises:
+        NotSupported: no Triton for this device; or a graph is captured, and the call can't be part of it.
+        ValueError: a table begins where the kernels can't read it.
+    """
+    try:
+        from dovetail.ops.gpu.shared import prepare
+        from dovetail.ops.gpu.store import check_table
+    except ImportError as error:
+        raise NotSupported(f"transport 'store' on a GPU: {error}") from error
+    if isinstance(c, calls.EmbeddingAllToAll):
+        for t, table in enumerate(c.weights):
+            check_table(t, table)
+    store: Store | None = g.known.get(("store", c.device))
+    if store is None:
+        prepare(g.group, c.device)
+    elif isinstance(c, calls.Product):
+        store.refuse_captured(c.op, c.x, c.w)
+    else:
+        store.refuse_capture(c.op)
+
+
+def _run(
+    g: OpsGroup, c: calls.Call, run: Callable[[Store], torch.Tensor], words: Sequence[int] = (),
+    splits: Sequence[int] = (),
+) -> torch.Tensor:  # fmt: skip
+    """Runs a call by the group's kernels. Ranks meet once, as for any call, and say there where peers will write; they
+    meet again for addresses in the first call, and where memory is new.
+
+    Args:
+        words: what each rank learns from all others, up to two; or `splits`, what it sends and receives.
+    """
+
+    def agree(names: Sequence[int]) -> list[tuple[int, ...]]:
+        captured = store is not None and store.is_capturing()  # by all ranks, or by none
+        rows = g.agree(f"{c.text}, captured" if captured else c.text, (*names, *words), splits)
+        return [(*row[:2], *(row[NUM_WORDS:] if splits else row[2 : 2 + len(words)])) for row in rows]
+
+    store: Store | None = g.known.get(("store", c.device))
+    if store is None:
+        agree((0, 0))  # before they make anything together
+        store = store_of(g, c.device)
+    store.meet = agree
+    try:
+        return run(store)
+    finally:
+        store.meet = None
+
+
 def gemm_all_to_all(g: OpsGroup, c: calls.GemmAllToAll) -> torch.Tensor:
     """Tiles go straight to the peer's output."""
-    g.agree(c.text, (), (*c.send, *c.receive))
-    return store_of(g, c.device).gemm_all_to_all(c.x, c.w, c.send, c.receive)
+    return _run(g, c, lambda s: s.gemm_all_to_all(c.x, c.w, c.send, c.receive), splits=(*c.send, *c.receive))
 
 
 def gemv_all_reduce(g: OpsGroup, c: calls.GemvAllReduce) -> torch.Tensor:
     """Tiles go to their owner, sums to everybody."""
-    g.agree(c.text)
-    return store_of(g, c.device).gemv_all_reduce(c.x, c.w)
+    return _run(g, c, lambda s: s.gemv_all_reduce(c.x, c.w))
 
 
 def all_gather_matmul(g: OpsGroup, c: calls.AllGatherMatmul) -> torch.Tensor:
     """Rows are read from the peers."""
-    g.agree(c.text)
-    return store_of(g, c.device).all_gather_matmul(c.x, c.w)
+    return _run(g, c, lambda s: s.all_gather_matmul(c.x, c.w))
 
 
 def matmul_reduce_scatter(g: OpsGroup, c: calls.MatmulReduceScatter) -> torch.Tensor:
     """Partial tiles go to their owner."""
-    g.agree(c.text)
-    return store_of(g, c.device).matmul_reduce_scatter(c.x, c.w)
+    return _run(g, c, lambda s: s.matmul_reduce_scatter(c.x, c.w))
 
 
 def embedding_all_to_all(g: OpsGroup, c: calls.EmbeddingAllToAll) -> torch.Tensor:
     """Bags go straight to the sample's rank. Row numbers are looked at by the kernel: `Store.check` raises."""
-    every = [row[0] for row in g.agree(c.text, (len(c.weights),))]
-    return store_of(g, c.device).embedding_all_to_all(
-        c.weights, c.values, c.offsets, c.batch, c.mode, c.per_sample_weights, every
-    )
+
+    def run(s: Store) -> torch.Tensor:
+        return s.embedding_all_to_all(c.weights, c.values, c.offsets, c.batch, c.mode, c.per_sample_weights)
+
+    return _run(g, c, run, words=(len(c.weights),))
 
 
 STORE: dict[type[calls.Call], Callable[[OpsGroup, Any], torch.Tensor]] = {

@@ -213,6 +213,10 @@ def all_gather_matmul_kernel(
             x = copy
         if here:
             done = word_of(signals, source, DONE, world, rank)
+            if not GATHER:
+                is_first = (program == 0) & (source != rank)
+                if ((end - first) * columns == 0) & is_first:
+                    tell_done(signals, rank, world, source, run)  # no tile will
             begin = first * columns
             for tile in tl.range(first_of(program, begin, PROGRAMS), end * columns, PROGRAMS, flatten=True):
                 row_tile, column_tile = locate(tile - begin, first, end, columns, GROUP)
