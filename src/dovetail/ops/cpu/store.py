@@ -58,10 +58,12 @@ def local_first(rank: int, size: int) -> list[int]:
 Order = Callable[[int, int], list[int]]
 
 
-def _in_one(c: calls.Product, rows: int) -> bool:
-    """Whether one product for all ranks' rows is the faster: of few rows, and of 16-bit floats, for which w is made
-    ready anew in each."""
-    return c.world > 1 and (rows < _FEW_ROWS or c.dtype.itemsize < 4)
+def _in_one(c: calls.Product, rows: int, copied: int) -> bool:
+    """Whether one product for all ranks' rows is the faster, although so many bytes are copied then: of few rows; of
+    16-bit floats, for which w is made ready anew in each; and where w, which each reads, is larger than what is
+    copied."""
+    others = c.world - 1
+    return others > 0 and (rows < _FEW_ROWS or c.dtype.itemsize < 4 or c.n * c.k * c.dtype.itemsize * others > copied)
 
 
 def gemm_all_to_all(g: OpsGroup, c: calls.GemmAllToAll, *, order: Order = remote_first) -> torch.Tensor:
@@ -72,7 +74,8 @@ def gemm_all_to_all(g: OpsGroup, c: calls.GemmAllToAll, *, order: Order = remote
     out = g.blocks.empty((sum(c.receive), n), c.dtype)
     slots = g.agree(c.text, (g.blocks.offset(out),), (*c.send, *c.receive))
     starts = [sum(c.send[:d]) for d in range(size)]
-    whole = torch.mm(c.x, c.w.t()) if c.rows and _in_one(c, c.rows // size) else None
+    copied = c.rows * n * c.dtype.itemsize
+    whole = torch.mm(c.x, c.w.t()) if c.rows and _in_one(c, c.rows // size, copied) else None
     with _unfinished(g, out):
         for d in order(rank, size):
             if not c.send[d]:
@@ -119,7 +122,7 @@ def all_gather_matmul(g: OpsGroup, c: calls.AllGatherMatmul, *, order: Order = l
         offset = g.blocks.offset(shared)
     slots = g.agree(c.text, (offset,))
     rows = [c.x if s == rank else g.at(s, slots[s][0], (m, c.k), c.dtype) for s in range(size)]
-    if _in_one(c, m):
+    if _in_one(c, m, part * size):
         out = torch.mm(torch.cat(rows), c.w.t())
     else:
         out = torch.empty((size * m, c.n), dtype=c.dtype)
@@ -134,7 +137,7 @@ def matmul_reduce_scatter(g: OpsGroup, c: calls.MatmulReduceScatter, *, order: O
     rank, size = g.group.rank, g.group.size
     m, n = c.rows // size, c.n
     part = m * n * c.dtype.itemsize
-    if m and _in_one(c, m):
+    if m and _in_one(c, m, part * size):
         return _reduce_scatter_of_one(g, c, m, part)
 
     def send(stages: Sequence[int]) -> None:
