@@ -69,6 +69,54 @@ int meet(Caller& caller, const std::vector<uint64_t>& pointers, const std::vecto
   return status == static_cast<int>(Status::Done) && same ? kAsSeen : status;
 }
 
+// A call whose like was made before: this rank's parts to the peers' stages, then ranks meet; and what is done with the parts
+// that came. A stage has two halves, used in turn.
+class Repeat {
+ public:
+  Repeat(nb::object caller, std::vector<uint64_t> pointers, std::vector<int64_t> bytes, nb::bytes mine, nb::bytes seen, int rank,
+         std::vector<uint64_t> first, std::vector<uint64_t> second, uint64_t part, uint64_t step, bool to_self, int dtype)
+      : owner_(std::move(caller)), caller_(nb::inst_ptr<Caller>(owner_)), pointers_(std::move(pointers)), bytes_(std::move(bytes)),
+        mine_(std::move(mine)), seen_(std::move(seen)), rank_(rank), halves_{std::move(first), std::move(second)}, part_(part),
+        step_(step), to_self_(to_self), dtype_(static_cast<DType>(dtype)) {}
+
+  // The d-th part begins `step` bytes after the one before it. Returns what `meet` does.
+  int send(uint64_t source, int half) {
+    const auto& stages = halves_[half & 1];
+    for (size_t d = 0; d < stages.size(); ++d)
+      if (to_self_ || static_cast<int>(d) != rank_)
+        std::memcpy(reinterpret_cast<char*>(stages[d] + rank_ * part_), reinterpret_cast<const char*>(source + d * step_), part_);
+    return meet(*caller_, pointers_, bytes_, mine_, seen_);
+  }
+
+  // The sum of all parts in the order of ranks, of which this rank's own is at `own`.
+  void add(uint64_t out, uint64_t own, int half) const {
+    const uint64_t stage = halves_[half & 1][rank_];
+    std::vector<const char*> sources;
+    for (size_t s = 0; s < halves_[0].size(); ++s)
+      sources.push_back(reinterpret_cast<const char*>(static_cast<int>(s) == rank_ ? own : stage + s * part_));
+    reduce_items(dtype_, ReduceOp::Sum, reinterpret_cast<char*>(out), sources.data(), static_cast<int>(sources.size()),
+                 part_ / item_bytes(dtype_));
+  }
+
+  // All parts, one behind the other.
+  void collect(uint64_t out, int half) const {
+    const auto& stages = halves_[half & 1];
+    std::memcpy(reinterpret_cast<char*>(out), reinterpret_cast<const char*>(stages[rank_]), part_ * stages.size());
+  }
+
+ private:
+  nb::object owner_;
+  Caller* caller_;
+  std::vector<uint64_t> pointers_;
+  std::vector<int64_t> bytes_;
+  nb::bytes mine_, seen_;
+  int rank_;
+  std::vector<uint64_t> halves_[2];
+  uint64_t part_, step_;
+  bool to_self_;
+  DType dtype_;
+};
+
 }  // namespace
 }  // namespace dovetail
 
@@ -117,6 +165,15 @@ NB_MODULE(_native, m) {
       .def("start", &Caller::start, "pointers"_a, "bytes"_a, "params"_a, "gated"_a, "on_finish"_a.none())
       .def("failure", &Caller::failure)
       .def_prop_ro("counter", &Caller::counter);
+  nb::class_<Repeat>(m, "Repeat")
+      .def(nb::init<nb::object, std::vector<uint64_t>, std::vector<int64_t>, nb::bytes, nb::bytes, int, std::vector<uint64_t>,
+                    std::vector<uint64_t>, uint64_t, uint64_t, bool, int>(),
+           "caller"_a, "pointers"_a, "bytes"_a, "mine"_a, "seen"_a, "rank"_a, "first"_a, "second"_a, "part"_a, "step"_a,
+           "to_self"_a, "dtype"_a)
+      .def("send", &Repeat::send)
+      .def("add", &Repeat::add)
+      .def("collect", &Repeat::collect);
+  nb::class_<Shapes>(m, "Shapes").def(nb::init<>()).def("add", &Shapes::add).def("find", &Shapes::find, "x"_a.none(), "w"_a.none());
   nb::class_<Counter>(m, "Counter")
       .def_prop_ro("runs", [](const Counter& c) { return c.runs.load(); })
       .def_prop_ro("direct", [](const Counter& c) { return c.direct.load(); });
@@ -142,23 +199,6 @@ NB_MODULE(_native, m) {
     for (size_t i = 0; i < copies.size(); i += 3)
       std::memcpy(reinterpret_cast<char*>(copies[i]), reinterpret_cast<const char*>(copies[i + 1]), copies[i + 2]);
     return meet(caller, pointers, bytes, mine, seen);
-  });
-  // A sum over ranks by one meeting: this rank's part to the peers' stages, `meet`, and the parts in the order of ranks to
-  // `out`, which is this rank's. Only if everybody's bytes are `seen`: otherwise the caller looks at them first.
-  m.def("meet_and_add", [](Caller& caller, const std::vector<uint64_t>& pointers, const std::vector<int64_t>& bytes,
-                           const nb::bytes& mine, const nb::bytes& seen, const std::vector<uint64_t>& stages, int rank, uint64_t out,
-                           uint64_t part, int dtype, uint64_t items) {
-    for (size_t d = 0; d < stages.size(); ++d)
-      if (static_cast<int>(d) != rank)
-        std::memcpy(reinterpret_cast<char*>(stages[d] + rank * part), reinterpret_cast<const char*>(out), part);
-    const int status = meet(caller, pointers, bytes, mine, seen);
-    if (status != kAsSeen) return status;
-    std::vector<const char*> sources;
-    for (size_t s = 0; s < stages.size(); ++s)
-      sources.push_back(reinterpret_cast<const char*>(static_cast<int>(s) == rank ? out : stages[rank] + s * part));
-    reduce_items(static_cast<DType>(dtype), ReduceOp::Sum, reinterpret_cast<char*>(out), sources.data(),
-                 static_cast<int>(sources.size()), items);
-    return status;
   });
   m.def("pool", [](int dtype, bool wide, bool mean, const std::vector<uint64_t>& weights, int64_t dim, uint64_t values,
                    uint64_t offsets, int64_t batch, int64_t first, int64_t end, uint64_t scales, uint64_t out, int64_t out_stride) {

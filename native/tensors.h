@@ -23,6 +23,22 @@ bool read_tensor(nb::handle object, TensorInfo& info);
 // Which overlap of a call's two tensors is allowed, besides none.
 enum class Alias : int { None = 0, InputInOutput = 1, OutputInInput = 2, Same = 3 };
 
+// What is known of products x [rows, k] and w [n, k]: plain, contiguous CPU matrices of one type.
+class Shapes {
+ public:
+  void add(nb::handle x, nb::handle w, nb::object known);
+  nb::object find(nb::handle x, nb::handle w);  // None if nothing is
+
+ private:
+  struct Entry {
+    int64_t sizes[4];
+    uint32_t type;
+    nb::object known;
+  };
+  static constexpr size_t kMost = 256;
+  std::vector<Entry> entries_;  // what is used moves to the front
+};
+
 class Table {
  public:
   Table(bool one_tensor, int alias, int rank) : one_tensor_(one_tensor), alias_(static_cast<Alias>(alias)), rank_(rank) {}

@@ -19,7 +19,7 @@ class Registry:
         self._counters: dict[int, tuple[Shape, str, Any, Callable[[], str]]] = {}
         self._past: Counter[tuple[Shape, str, str]] = Counter()  #: runs of bound calls that are gone
         self._baseline: Counter[tuple[str, str]] = Counter()
-        self._operators: Counter[tuple[str, str, str]] = Counter()
+        self._operators: dict[tuple[str, str, str], list[int]] = {}
         self._lock = threading.Lock()
 
     def add(self, bound: Any) -> None:
@@ -41,10 +41,10 @@ class Registry:
         with self._lock:
             self._baseline[collective, reason] += 1
 
-    def count_operator(self, op: str, transport: str, reason: str) -> None:
-        """A call of a fused operator."""
+    def tally(self, op: str, transport: str, reason: str) -> list[int]:
+        """How often a fused operator ran in this way: one number, to be counted up by whoever runs it."""
         with self._lock:
-            self._operators[op, transport, reason] += 1
+            return self._operators.setdefault((op, transport, reason), [0])
 
     def stats(self) -> dict[str, Any]:
         """Calls, bytes, engines and fall-backs since the process began, blocking calls included."""
@@ -61,7 +61,7 @@ class Registry:
                 {"collective": c, "variant": "torch", "calls": n, "reason": r} for (c, r), n in self._baseline.items()
             ]
             operators = [
-                {"operator": o, "transport": t, "calls": n, "reason": r} for (o, t, r), n in self._operators.items()
+                {"operator": o, "transport": t, "calls": n, "reason": r} for (o, t, r), [n] in self._operators.items()
             ]
         merged: dict[tuple[str, str], dict[str, Any]] = {}
         for row in rows:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dovetail.errors import DovetailError
+from dovetail.hw.cpu import native
 from dovetail.hw.cpu.executor import PlanRunner
 from dovetail.hw.world import Group
 from dovetail.plan import passes
@@ -31,8 +32,9 @@ class Meeting:
         self._there: Any = memoryview(everybody.numpy())  # type: ignore[arg-type]
         companion = self._companion
         gather, meet = all_gather.pcpy(group.size, size_bytes), rooted.barrier(group.size)
-        runner = PlanRunner(companion, passes.entry(gather))
-        self._exchange, self._sum = runner.meeting(self._held), runner.meeting(self._held, "meet_and_add")
+        self._exchange = PlanRunner(companion, passes.entry(gather))
+        self.fixed = self._exchange.fixed(self._held)  #: for native code that makes the same exchange
+        self._meet = native.load().meet
         self._barrier = PlanRunner(companion, passes.entry(meet)).blocking([])
 
     def exchange(self, mine: bytes) -> bytes:
@@ -41,21 +43,21 @@ class Meeting:
         Raises:
             PeerError, Timeout: a rank is gone or silent; the group is broken.
         """
-        self._run(self._exchange, mine, b"", ())
+        self._run(self._met, mine, b"", ())
         return bytes(self._there)
 
     def repeat(self, mine: bytes, seen: bytes, copies: Sequence[int]) -> bytes | None:
         """As `exchange`; None if everybody's bytes are `seen`. `copies` (destination, source and bytes of each) are
         made first, so that members who are here can read them."""
-        return None if self._run(self._exchange, mine, seen, copies) else bytes(self._there)
+        return None if self._run(self._met, mine, seen, copies) else bytes(self._there)
 
-    def add(
-        self, mine: bytes, seen: bytes, stages: Sequence[int], out: int, part: int, dtype: int, items: int
-    ) -> bytes | None:
-        """As `repeat`, and a sum over ranks: `part` bytes at `out` go to the members' stages, and if everybody's bytes
-        are `seen`, everybody's parts are added up there, in the order of ranks; otherwise they are only sent."""
-        more = stages, self.group.rank, out, part, dtype, items
-        return None if self._run(self._sum, mine, seen, *more) else bytes(self._there)
+    def _met(self, mine: bytes, seen: bytes, copies: Sequence[int]) -> bool:
+        return self._exchange.check(self._meet(*self.fixed, mine, seen, copies))
+
+    def judge(self, status: int) -> bytes:
+        """Everybody's bytes after an exchange that native code has made; or the error of one that failed."""
+        self._run(self._exchange.check, status)
+        return bytes(self._there)
 
     def barrier(self) -> None:
         """Returns when all members have called it: what they wrote to shared memory before can be read."""

@@ -68,9 +68,9 @@ def gemm_all_to_all(
 
     is_traced = _traced(x, w)
     if not is_traced and output_splits is input_splits is None:
-        known = quick.find(ranks, "gemm_all_to_all", x, w, transport)
-        if known is not None:
-            return run.again(ranks, known, x, w)
+        found = quick.run(ranks, "gemm_all_to_all", x, w, transport)
+        if found is not None:
+            return found
     if is_traced:
         call, _ = run.checked(ranks, make, transport)
         splits = (None, None) if call.even else (list(call.receive), list(call.send))
@@ -111,8 +111,8 @@ def _product(op: str, x: Any, w: Any, group: Any, transport: str) -> torch.Tenso
         return getattr(_ops, op)(x, w, name_of(group), transport)  # type: ignore[no-any-return]
     ranks, make = named(name_of(group)), getattr(calls, op)
     is_traced = _traced(x, w)
-    if not is_traced and (known := quick.find(ranks, op, x, w, transport)) is not None:
-        return run.again(ranks, known, x, w)
+    if not is_traced and (found := quick.run(ranks, op, x, w, transport)) is not None:
+        return found
     if is_traced:
         run.checked(ranks, lambda n: make(x, w, n), transport)
         return getattr(_ops, op)(x, w, name_of(group), transport)  # type: ignore[no-any-return]

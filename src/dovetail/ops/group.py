@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from dovetail.coll.arguments import usable
 from dovetail.errors import DovetailError, MismatchError, NotSupported
 from dovetail.hw.cpu import native
+from dovetail.hw.cpu.executor import AS_SEEN
 from dovetail.hw.meeting import Meeting
 from dovetail.hw.world import Group
 from dovetail.ops.cpu.memory import Blocks, Peers
@@ -44,6 +45,36 @@ class Ends(Protocol):
     def end(self) -> None: ...
 
 
+class Repeat:
+    """A call like one that was made before, in few steps: `send`, and then `add` or `collect` of its native part."""
+
+    __slots__ = ("_group", "_said", "_send", "_stages", "add", "collect")
+
+    def __init__(self, group: OpsGroup, made: Any, said: tuple[bytes, str, Sequence[int]]) -> None:
+        self._group, self._send, self.add, self.collect = group, made.send, made.add, made.collect
+        self._said, self._stages = said, (group.plain, group.stage_epoch, group.group.timeout_s)
+
+    @property
+    def is_over(self) -> bool:
+        """Somebody's stage is another now, or the time limit."""
+        group = self._group
+        return (group.plain, group.stage_epoch, group.group.timeout_s) != self._stages
+
+    def send(self, source: int) -> int:
+        """Sends, and meets the others; returns which half of the stage has what they sent.
+
+        Raises:
+            MismatchError, PeerError, Timeout: as `OpsGroup.agree`.
+        """
+        group = self._group
+        half = group.meetings & 1
+        status = self._send(source, half)
+        group.meetings += 1
+        if status != AS_SEEN:
+            group.judge(status, *self._said)
+        return half
+
+
 class OpsGroup:
     """The operators' side of a `Group` on one host. All members make one together."""
 
@@ -66,8 +97,9 @@ class OpsGroup:
         self._stages: list[tuple[int, int]] = [(0, 0)] * size  # everybody's, as they were posted last
         self._halves: tuple[list[int], list[int]] = ([0] * size, [0] * size)  # where both halves of each begin
         self._room = 0  # bytes of the smallest half
+        self.stage_epoch = 0  #: grows when anybody's stage is another
         self._orderly: dict[bytes, tuple[bytes, list[tuple[int, ...]]]] = {}  # by what we said: what all said
-        self._meetings = 0
+        self.meetings = 0  #: exchanges so far; halves of stages are used in turn by it
         self.known: dict[Any, Any] = {}  #: what transports keep for shapes seen before
         self.quick: dict[Any, Any] = {}  #: products that were run before, see `quick`
 
@@ -80,7 +112,7 @@ class OpsGroup:
                 raise
             text = f"{type(error).__name__}: {error}".encode()[:_TEXT_BYTES]
             self._meeting.exchange(self._head.pack(_REFUSED, text))
-            self._meetings += 1
+            self.meetings += 1
             raise
 
     def agree(
@@ -99,36 +131,42 @@ class OpsGroup:
                 self._texts.clear()
             full = f"{text} by {self.transport}" if self.transport else text
             known = self._texts[text, self.transport] = self._head.pack(_CALL, full.encode()[:_TEXT_BYTES])
-        if words or splits:
-            padded = (*words, *(0,) * (NUM_WORDS - len(words)))
-            packed = self._words.pack(*padded, *(splits or self._no_splits), *self._mine)
-        else:
-            packed = self.plain
-        mine = known + packed
+        mine = known + (self._packed(words, splits) if words or splits else self.plain)
         before, told = self._orderly.get(mine, _NOTHING)
         slots = self._meeting.repeat(mine, before, copies)
-        self._meetings += 1
+        self.meetings += 1
         return told if slots is None else self._look(mine, slots, text, splits)
 
-    def said(self, text: str) -> tuple[bytes, bytes] | None:
-        """What a call without words says, and what all said the last time; None if it was not made yet. It holds until
-        `plain` is another object."""
+    def repeat(
+        self, text: str, splits: Sequence[int], *, part: int, step: int, to_self: bool, dtype: int
+    ) -> Repeat | None:
+        """A call that was made before, and what it sends to the stages before it meets: see `Repeat`. None if it can't
+        be repeated: not all of it has been said, or a stage has no room."""
         known = self._texts.get((text, self.transport))
-        mine = b"" if known is None else known + self.plain
-        found = self._orderly.get(mine)
-        return None if found is None else (mine, found[0])
+        if known is None or self.push(part * self.group.size) is None:
+            return None
+        mine = known + (self._packed((), splits) if splits else self.plain)
+        before = self._orderly.get(mine)
+        if before is None:
+            return None
+        made = native.load().Repeat(
+            *self._meeting.fixed, mine, before[0], self.group.rank, *self._halves, part, step, to_self, dtype
+        )
+        return Repeat(self, made, (mine, text, splits))
 
-    def add(self, said: tuple[bytes, bytes], text: str, out: int, part: int, dtype: int, items: int) -> None:
-        """As `agree` for a call that `said` knows, and the sum over ranks of `part` bytes at `out`, by way of the
-        stages, of which `push` has told that they have room."""
-        stages = self._halves[self._meetings % 2]
-        slots = self._meeting.add(*said, stages, out, part, dtype, items)
-        self._meetings += 1
-        if slots is not None:
-            self._look(said[0], slots, text, ())
-            rank, here = self.group.rank, stages[self.group.rank]
-            sources = [out if s == rank else here + s * part for s in range(len(stages))]
-            native.load().reduce(dtype, 0, out, sources, items)
+    def stage_halves(self, shape: tuple[int, ...], dtype: Any) -> tuple[Any, Any]:
+        """This rank's stage as tensors, one for each half."""
+        rank = self.group.rank
+        begins = [half[rank] - self._bases[rank] for half in self._halves]
+        return self.at(rank, begins[0], shape, dtype), self.at(rank, begins[1], shape, dtype)
+
+    def _packed(self, words: Sequence[int], splits: Sequence[int]) -> bytes:
+        padded = (*words, *(0,) * (NUM_WORDS - len(words)))
+        return self._words.pack(*padded, *(splits or self._no_splits), *self._mine)
+
+    def judge(self, status: int, mine: bytes, text: str, splits: Sequence[int]) -> None:
+        """Looks at an exchange that native code has made, and that was not like the last."""
+        self._look(mine, self._meeting.judge(status), text, splits)
 
     def _look(self, mine: bytes, slots: bytes, text: str, splits: Sequence[int]) -> list[tuple[int, ...]]:
         """What everybody said, if that is in order."""
@@ -153,6 +191,7 @@ class OpsGroup:
         if stages != self._stages:
             self._stages, self._room = stages, min(size for _, size in stages)
             begins = [base + offset for base, (offset, _) in zip(self._bases, stages, strict=True)]
+            self.stage_epoch += 1
             self._halves = begins, [begin + size for begin, (_, size) in zip(begins, stages, strict=True)]
 
     def _match(self, text: str, rows: list[tuple[int, ...]]) -> None:
@@ -225,7 +264,7 @@ class OpsGroup:
             self._stage = self.blocks.empty((2 * half,), torch.uint8)
             self._mine = (self.blocks.offset(self._stage), half)
             self.plain = self._words.pack(*self._no_words, *self._mine)
-        return None if self._room < size_bytes else self._halves[self._meetings % 2]
+        return None if self._room < size_bytes else self._halves[self.meetings % 2]
 
     def scratch(self, name: str, size_bytes: int) -> Any:
         """Memory of this rank that peers reach, at least this large, kept for the next call. Peers use it between

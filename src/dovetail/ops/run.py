@@ -54,32 +54,9 @@ def run(group: Group, make: Callable[[int], C], transport: str = choose.AUTO) ->
     return out
 
 
-def again(group: Group, known: quick.Known, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Runs a call like one that was run before."""
-    usable(group)
-    call, ranks = known.call, group.ops
-    registry.count_operator(call.op, *known.choice)
-    try:
-        if known.repeated is not None and (out := known.repeated(x, w)) is not None:
-            return out
-        call.x, call.w, ranks.transport = x, w, known.choice.transport
-        out = known.forward(ranks, call)
-        if ranks.transport == choose.STORE:
-            known.repeated = store.Repeated.of(ranks, call)
-        return out
-    except MismatchError:
-        raise
-    except BaseException as error:
-        ranks.fail(error)  # others would wait for this rank
-        raise
-    finally:
-        ranks.transport = ""
-        known.forget()
-
-
 def performed(group: Group, call: calls.Call, choice: Choice) -> torch.Tensor:
     """Runs a call that was checked."""
-    registry.count_operator(call.op, *choice)
+    registry.tally(call.op, *choice)[0] += 1
     if (call.op, choice.transport) not in _said:
         _said.add((call.op, choice.transport))
         log.info("rank %d: %s runs %s (%s)", group.rank, call.text, *choice)

@@ -22,7 +22,7 @@ from dovetail.plan.check import check
 from dovetail.plan.plan import ABSENT, Plan, SignalKind
 
 _PLAN_CALL = 0xFF  # no collective has this number
-_AS_SEEN = -1  # of the native `meet`
+AS_SEEN = -1  #: of the native `meet`
 _DIRECT = 0
 
 
@@ -131,24 +131,15 @@ class PlanRunner:
 
         return again
 
-    def meeting(self, tensors: Sequence[Any], name: str = "meet") -> Callable[..., bool]:
-        """`run` over the same two tensors again and again, which the caller keeps: what a rank says, what all say.
+    def fixed(self, tensors: Sequence[Any]) -> tuple[Any, list[int], list[int]]:
+        """What the native part takes to run it over the same tensors again and again, which the caller keeps."""
+        return self._caller, [t.data_ptr() for t in tensors], [t.nbytes for t in tensors]
 
-        Called with what it says now, what all said before, and what the native function `name` takes: for "meet" what
-        to copy first (destination, source, bytes, and so on). Returns whether all say the same as before.
-        """
-        pointers, sizes = [t.data_ptr() for t in tensors], [t.nbytes for t in tensors]
-        caller, meet = self._caller, getattr(native.load(), name)
-
-        def again(mine: bytes, seen: bytes, *more: Any) -> bool:
-            status = meet(caller, pointers, sizes, mine, seen, *more)
-            if status == _AS_SEEN:
-                return True
-            if status != 1:
-                raise self.error(caller.failure())
-            return False
-
-        return again
+    def check(self, status: int) -> bool:
+        """Of the native `meet`: whether all ranks said the same as before. Raises the error of a run that failed."""
+        if status not in (AS_SEEN, 1):
+            raise self.error(self._caller.failure())
+        return status == AS_SEEN
 
     def _has(self, name: str) -> bool:
         buffer = self.plan.buffers[self._layout.user[self._names.index(name)]]

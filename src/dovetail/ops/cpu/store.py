@@ -23,7 +23,7 @@ from dovetail.coll.dtypes import DTYPES
 from dovetail.hw.cpu import native
 from dovetail.ops import calls
 from dovetail.ops.cpu import pooling
-from dovetail.ops.group import NUM_WORDS, OpsGroup
+from dovetail.ops.group import NUM_WORDS, OpsGroup, Repeat
 from dovetail.plan.step import ReduceOp
 
 #: Rows of a destination below which one product for all of them, and copies, beat a product per destination: each reads
@@ -241,33 +241,6 @@ def _oneshot(g: OpsGroup, c: calls.GemvAllReduce, part: int) -> torch.Tensor:
     return out
 
 
-class Repeated:
-    """A small `gemv_all_reduce` whose like was run before: a product and one native call."""
-
-    __slots__ = ("_given", "_group", "_plain", "_said", "_text")
-
-    def __init__(self, g: OpsGroup, c: calls.GemvAllReduce, part: int, said: tuple[bytes, bytes]) -> None:
-        self._group, self._text, self._plain, self._said = g, c.text, g.plain, said
-        self._given = part, _NUMBERS[c.dtype], c.rows * c.n
-
-    @staticmethod
-    def of(g: OpsGroup, c: calls.Product) -> Repeated | None:
-        """None if it can't be said in one call, or not yet."""
-        part = c.rows * c.n * c.dtype.itemsize
-        if not isinstance(c, calls.GemvAllReduce) or not 0 < part <= _ONESHOT_BYTES or g.push(part * c.world) is None:
-            return None
-        said = g.said(c.text)
-        return None if said is None else Repeated(g, c, part, said)
-
-    def __call__(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor | None:
-        """None, and nothing was done, if what this rank says has changed: its stage has grown."""
-        if self._group.plain is not self._plain:
-            return None
-        out = torch.mm(x, w.t())
-        self._group.add(self._said, self._text, out.data_ptr(), *self._given)
-        return out
-
-
 def embedding_all_to_all(g: OpsGroup, c: calls.EmbeddingAllToAll, *, order: Order = remote_first) -> torch.Tensor:
     """Bags are pooled straight into the row of the sample's rank, or, if they are few, of its stage.
 
@@ -309,6 +282,102 @@ def embedding_all_to_all(g: OpsGroup, c: calls.EmbeddingAllToAll, *, order: Orde
 def _have(slots: list[tuple[int, ...]], every: tuple[int, ...]) -> bool:
     """Whether the ranks have so many tables each, and all of them knew."""
     return tuple(row[1] for row in slots) == every and all(row[2] == hash(every) for row in slots)
+
+
+class Repeated:
+    """A small product whose like was run before, with few steps in Python. `of` makes one, or None if there is none."""
+
+    __slots__ = ("_repeat",)
+
+    def __init__(self, repeat: Repeat) -> None:
+        self._repeat = repeat
+
+    @staticmethod
+    def of(g: OpsGroup, c: calls.Product) -> Repeated | None:
+        """For a call that was just made by this transport."""
+        part, number = c.rows * c.n * c.dtype.itemsize, _NUMBERS[c.dtype]
+        repeat = None
+        if c.world == 1 or not part or not c.k:
+            return None
+        if isinstance(c, calls.GemvAllReduce) and part <= _ONESHOT_BYTES:
+            repeat = g.repeat(c.text, (), part=part, step=0, to_self=False, dtype=number)
+            return None if repeat is None else _Summed(repeat)
+        if isinstance(c, calls.GemmAllToAll) and c.even and part <= _COPIED_BYTES:
+            one = part // c.world
+            repeat = g.repeat(c.text, (*c.send, *c.receive), part=one, step=one, to_self=True, dtype=number)
+            return None if repeat is None else _Sent(repeat)
+        if isinstance(c, calls.MatmulReduceScatter) and _in_one(c, c.rows // c.world, part) and part <= _STAGE_BYTES:
+            one = part // c.world
+            repeat = g.repeat(c.text, (), part=one, step=one, to_self=False, dtype=number)
+            return None if repeat is None else _Scattered(repeat, (c.rows // c.world, c.n), g.group.rank * one)
+        if isinstance(c, calls.AllGatherMatmul) and c.x.nbytes <= _COPIED_INPUT:
+            repeat = g.repeat(c.text, (), part=c.x.nbytes, step=0, to_self=True, dtype=number)
+            shape = (c.world * c.rows, c.k)
+            return None if repeat is None else _Gathered(repeat, g.stage_halves(shape, c.dtype))
+        return None
+
+    def __call__(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor | None:
+        """None, and nothing was done, if it can't be done like that any more."""
+        raise NotImplementedError
+
+
+class _Summed(Repeated):
+    __slots__ = ()
+
+    def __call__(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor | None:
+        repeat = self._repeat
+        if repeat.is_over:
+            return None
+        out = torch.mm(x, w.t())
+        here = out.data_ptr()
+        repeat.add(here, here, repeat.send(here))
+        return out
+
+
+class _Sent(Repeated):
+    __slots__ = ()
+
+    def __call__(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor | None:
+        repeat = self._repeat
+        if repeat.is_over:
+            return None
+        out = torch.mm(x, w.t())
+        here = out.data_ptr()
+        repeat.collect(here, repeat.send(here))
+        return out
+
+
+class _Scattered(Repeated):
+    __slots__ = ("_own", "_shape")
+
+    def __init__(self, repeat: Repeat, shape: tuple[int, int], own: int) -> None:
+        super().__init__(repeat)
+        self._shape, self._own = shape, own
+
+    def __call__(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor | None:
+        repeat = self._repeat
+        if repeat.is_over:
+            return None
+        whole = torch.mm(x, w.t())
+        here = whole.data_ptr()
+        half = repeat.send(here)
+        out = whole.new_empty(self._shape)
+        repeat.add(out.data_ptr(), here + self._own, half)
+        return out
+
+
+class _Gathered(Repeated):
+    __slots__ = ("_halves",)
+
+    def __init__(self, repeat: Repeat, halves: tuple[torch.Tensor, torch.Tensor]) -> None:
+        super().__init__(repeat)
+        self._halves = halves
+
+    def __call__(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor | None:
+        repeat = self._repeat
+        if repeat.is_over:
+            return None
+        return torch.mm(self._halves[repeat.send(x.data_ptr())], w.t())
 
 
 def add_up(out: torch.Tensor, sources: list[int]) -> None:
