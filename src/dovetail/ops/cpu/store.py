@@ -28,13 +28,13 @@ from dovetail.plan.step import ReduceOp
 
 #: Rows of a destination below which one product for all of them, and copies, beat a product per destination: each reads
 #: all of w.
-_FEW_ROWS = 48
+_FEW_ROWS = 96
 #: Bytes of a result up to which every rank adds up all of it, which saves a meeting.
 _ONESHOT_BYTES = 512 << 10
 #: Bytes that a stage takes from all ranks at most.
 _STAGE_BYTES = 16 << 20
 #: Bytes of a result up to which it is copied out of the stage, and of an input up to which it is copied to the peers.
-_COPIED_BYTES, _COPIED_INPUT = 256 << 10, 2 << 20
+_COPIED_BYTES, _COPIED_INPUT = 1 << 20, 2 << 20
 #: Posted instead of an offset: bags were sent to stages.
 _STAGED = -2
 
