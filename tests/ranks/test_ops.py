@@ -290,10 +290,36 @@ def test_wait_for_what_peers_write(pools: Any, world: int, op: str, removed: boo
             return problems[1].is_right(g, problems[1].run(g, "store"))
 
     def job() -> bool:
-        with two_meetings(workers.world()):
+        with two_meetings(workers.world()), _owners(op == "gemv_all_reduce"):
             return body()
 
     assert pools.get(world).run(job) == [not removed, True]
+
+
+@contextlib.contextmanager
+def _owners(wanted: bool = True) -> Iterator[None]:
+    """Each column of a `gemv_all_reduce` is added up by the rank that owns it, however small the result."""
+    with mock.patch.object(store, "_ONESHOT_BYTES", 0 if wanted else store._ONESHOT_BYTES):
+        yield
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_columns_with_owners(pools: Any, world: int) -> None:
+    """What a large `gemv_all_reduce` does, with ranks that come late and memory that is poisoned."""
+
+    def job() -> list[int]:
+        g, wrong = workers.world(), []
+        with step_by_step(g), _owners():
+            for seed, (m, n) in enumerate(((1, 4), (6, 9), (5, 40), (64, 33), (6, 9))):
+                poison_scratch(g)
+                problem = product("gemv_all_reduce", g.size, (m, n, 7), torch.bfloat16, seed)
+                with slow(functools.partial(float, 0.01 * ((seed + g.rank) % 2))), poisoned_memory():
+                    found = problem.run(g, "store")
+                if not problem.is_right(g, found):
+                    wrong.append(seed)
+        return wrong
+
+    assert pools.get(world).run(job) == [[]] * world
 
 
 #: Operators that send to stages which peers have posted before.

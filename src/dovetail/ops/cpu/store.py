@@ -29,8 +29,8 @@ from dovetail.plan.step import ReduceOp
 #: Rows of a destination below which one product for all of them, and copies, beat a product per destination: each reads
 #: all of w.
 _FEW_ROWS = 96
-#: Bytes of a result up to which every rank adds up all of it, which saves a meeting.
-_ONESHOT_BYTES = 512 << 10
+#: Bytes that come from the other ranks up to which every rank adds up all of a result, which saves a meeting.
+_ONESHOT_BYTES = 1 << 20
 #: Bytes that a stage takes from all ranks at most.
 _STAGE_BYTES = 16 << 20
 #: Bytes of a result up to which it is copied out of the stage, and of an input up to which it is copied to the peers.
@@ -204,7 +204,7 @@ def gemv_all_reduce(g: OpsGroup, c: calls.GemvAllReduce, *, order: Order = remot
     """Each rank owns some columns: it gets everybody's partial ones, adds them up in the order of ranks, and writes
     the sum into every rank's output. A small result is added up by every rank; the bits are the same."""
     size, m, n, item = c.world, c.rows, c.n, c.dtype.itemsize
-    if m * n * item <= _ONESHOT_BYTES or n < size:
+    if m * n * item * (size - 1) <= _ONESHOT_BYTES or n < size:
         return _oneshot(g, c, m * n * item)
     rank = g.group.rank
     cuts = [n * d // size for d in range(size + 1)]
@@ -299,7 +299,7 @@ class Repeated:
         repeat = None
         if c.world == 1 or not part or not c.k:
             return None
-        if isinstance(c, calls.GemvAllReduce) and part <= _ONESHOT_BYTES:
+        if isinstance(c, calls.GemvAllReduce) and part * (c.world - 1) <= _ONESHOT_BYTES:
             repeat = g.repeat(c.text, (), part=part, step=0, to_self=False, dtype=number)
             return None if repeat is None else _Summed(repeat)
         if isinstance(c, calls.GemmAllToAll) and c.even and part <= _COPIED_BYTES:
