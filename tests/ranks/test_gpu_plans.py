@@ -19,7 +19,7 @@ from dovetail.hw.cpu.executor import PlanRunner
 from dovetail.hw.gpu import symmetric
 from dovetail.hw.gpu.call import GpuRunner
 from dovetail.hw.gpu.heap import Heap
-from dovetail.hw.gpu.world import GpuWorld
+from dovetail.hw.gpu.world import GpuWorld, world_of
 from dovetail.plan import Plan, Role, SignalKind, passes
 from dovetail.plan import step as st
 from dovetail.plan.build import all_gather, all_to_all
@@ -246,7 +246,7 @@ def test_the_edges_of_a_rank(ready: Ready, world: int) -> None:
         g = set_up()
         side = gpu.group_of(g, "cuda", 0)
         with pytest.raises(ValueError, match="this rank uses GPU 0, the tensor is on GPU 1: one GPU per rank"):
-            gpu.world_of(g.world, "cuda", 1)
+            world_of(g.world, "cuda", 1)
         device = side.world.device
         for caps, local, text in (
             (replace(device.caps, ipc=False), True, "no IPC"),

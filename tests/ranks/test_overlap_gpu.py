@@ -19,10 +19,11 @@ import torch
 
 import dovetail
 from dovetail import overlap
-from dovetail.coll import arguments, baseline, choose, gpu
+from dovetail.coll import arguments, baseline, choose
 from dovetail.errors import NotSupported
 from dovetail.hw.gpu import tensors
 from dovetail.hw.gpu.driver import WAIT, WORD, Kind
+from dovetail.hw.gpu.world import world_of
 from dovetail.overlap import Load, Mover, Runtime, Strategy
 from dovetail.overlap.policy import DEFAULT_DMA_BYTES
 from dovetail.overlap.runtime import ROUNDS_BEFORE_KEPT
@@ -42,7 +43,7 @@ class Side:
     def __init__(self, *, one_gpu: bool) -> None:
         self.group = workers.world()
         index = 0 if one_gpu else self.group.rank
-        self.side = gpu.world_of(self.group.world, "cuda", index)
+        self.side = world_of(self.group.world, "cuda", index)
         self.device, self.driver = self.side.device, self.side.device.driver
         self.main = self.current = self.driver.stream_create()
         choose.untested = lambda told, device: None

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 import dovetail
-from dovetail.coll import gpu, session
+from dovetail.coll import session
 from dovetail.coll.dtypes import DTYPES
 from dovetail.hw.gpu.heap import Heap
+from dovetail.hw.gpu.world import world_of
 from dovetail.hw.world import Group
 
 #: Where `make` puts tensors: "cpu", "cuda", or "standin": device memory of a stand-in driver, which is the host's.
@@ -72,7 +73,7 @@ def _empty(heap: bool, items: int, dtype: torch.dtype) -> torch.Tensor:
     if DEVICE == "cuda":
         make = dovetail.empty if heap else torch.empty
         return make(items, dtype=dtype, device="cuda")
-    side = gpu.world_of(session.world(), "cuda", 0)
+    side = world_of(session.world(), "cuda", 0)
     if heap:
         return side.heap.empty((items,), dtype)
     if side not in _ordinary:

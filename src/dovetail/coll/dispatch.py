@@ -112,10 +112,10 @@ def choice_for(
     backend, index = place
     if backend == "cpu" or not group.world.local:
         return choose.variant_for(group, collective, size_bytes, requested, in_place)
-    from dovetail.coll import gpu
+    from dovetail.hw.gpu.world import world_of
 
     try:
-        device = gpu.world_of(group.world, backend, index).device
+        device = world_of(group.world, backend, index).device
     except NotSupported as error:
         if requested != "auto":
             raise

@@ -22,11 +22,10 @@ from dovetail.errors import DovetailError, Timeout
 from dovetail.hw.cpu.executor import PlanRunner
 from dovetail.hw.gpu import tensors
 from dovetail.hw.gpu.call import DIRECT, STAGED_ORDINARY, GpuCall, Spec
-from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.group import GpuGroup
 from dovetail.hw.gpu.ticket import GpuTicket
-from dovetail.hw.gpu.world import GpuWorld
-from dovetail.hw.world import Group, World
+from dovetail.hw.gpu.world import world_of
+from dovetail.hw.world import Group
 from dovetail.plan import passes
 from dovetail.plan.build import rooted
 from dovetail.plan.plan import Plan
@@ -35,21 +34,6 @@ if TYPE_CHECKING:
     from dovetail.coll.dispatch import Request
 
 log = logging.getLogger("dovetail")
-
-
-def world_of(world: World, backend: str, index: int) -> GpuWorld:
-    """The GPU side of a world; made when a GPU is first used, without the other ranks."""
-    if world.gpu is None:
-        device = Device(backend, index)
-        try:
-            world.gpu = GpuWorld(world, device)
-        except BaseException:
-            device.close()
-            raise
-    found: GpuWorld = world.gpu
-    if found.device.index != index:
-        raise ValueError(f"this rank uses GPU {found.device.index}, the tensor is on GPU {index}: one GPU per rank")
-    return found
 
 
 def group_of(group: Group, backend: str, index: int) -> GpuGroup:

@@ -204,7 +204,7 @@ def heap(kind: str = "device", *, device: Any = "cuda") -> Any:
     """
     import torch
 
-    from dovetail.coll import gpu
+    from dovetail.hw.gpu.world import world_of
 
     if kind not in ("device", "host"):
         raise ValueError(f"a heap is of kind 'device' or 'host', not {kind!r}")
@@ -212,7 +212,7 @@ def heap(kind: str = "device", *, device: Any = "cuda") -> Any:
     if where.type != "cuda":
         raise ValueError(f"a GPU's heap needs a GPU, such as 'cuda:0', not {where}")
     index = where.index if where.index is not None else torch.cuda.current_device()
-    side = gpu.world_of(world(), "hip" if torch.version.hip else "cuda", index)
+    side = world_of(world(), "hip" if torch.version.hip else "cuda", index)
     return side.heap if kind == "device" else side.host_heap
 
 

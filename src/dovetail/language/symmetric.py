@@ -48,23 +48,12 @@ def indexed(device: torch.device | str) -> torch.device:
 
 
 def gpu_world(world: World, index: int) -> GpuWorld:
-    """The GPU side of a world; made when a GPU is first used, without the other ranks."""
+    """The GPU side of a world, of the kind that torch is built for."""
     import torch
 
-    from dovetail.hw.gpu.device import Device
-    from dovetail.hw.gpu.world import GpuWorld
+    from dovetail.hw.gpu.world import world_of
 
-    if world.gpu is None:
-        made = Device("cuda" if torch.version.hip is None else "hip", index)
-        try:
-            world.gpu = GpuWorld(world, made)
-        except BaseException:
-            made.close()
-            raise
-    found: GpuWorld = world.gpu
-    if found.device.index != index:
-        raise ValueError(f"this rank uses GPU {found.device.index}, asked for is GPU {index}: one GPU per rank")
-    return found
+    return world_of(world, "cuda" if torch.version.hip is None else "hip", index)
 
 
 class Addresses:

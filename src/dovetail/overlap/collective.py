@@ -85,9 +85,9 @@ def _device_of(group: Any, given: list[Any]) -> Any:
     backend, index = arguments.one_device(given)
     if backend == "cpu":
         return None
-    from dovetail.coll import gpu
+    from dovetail.hw.gpu.world import world_of
 
-    return gpu.world_of(group.world, backend, index).device
+    return world_of(group.world, backend, index).device
 
 
 _shared: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()

@@ -159,6 +159,21 @@ class GpuWorld:
         self.device.close()
 
 
+def world_of(world: World, backend: str, index: int) -> GpuWorld:
+    """The GPU side of a world; made when a GPU is first used, without the other ranks."""
+    if world.gpu is None:
+        device = Device(backend, index)
+        try:
+            world.gpu = GpuWorld(world, device)
+        except BaseException:
+            device.close()
+            raise
+    found: GpuWorld = world.gpu
+    if found.device.index != index:
+        raise ValueError(f"this rank uses GPU {found.device.index}, the tensor is on GPU {index}: one GPU per rank")
+    return found
+
+
 def _quietly(call: Any, address: int) -> None:
     """A peer that is gone may have taken its memory along."""
     with contextlib.suppress(DovetailError):
