@@ -69,39 +69,39 @@ int meet(Caller& caller, const std::vector<uint64_t>& pointers, const std::vecto
   return status == static_cast<int>(Status::Done) && same ? kAsSeen : status;
 }
 
-// A call whose like was made before: this rank's parts to the peers' stages, then ranks meet; and what is done with the parts
-// that came. A stage has two halves, used in turn.
+// A call whose like was made before: this rank's parts to the peers' stages, then ranks meet; and what comes of the parts: their
+// sum, or one behind the other. A stage has two halves, used in turn.
 class Repeat {
  public:
   Repeat(nb::object caller, std::vector<uint64_t> pointers, std::vector<int64_t> bytes, nb::bytes mine, nb::bytes seen, int rank,
-         std::vector<uint64_t> first, std::vector<uint64_t> second, uint64_t part, uint64_t step, bool to_self, int dtype)
+         std::vector<uint64_t> first, std::vector<uint64_t> second, uint64_t part, uint64_t step, bool sums, int dtype)
       : owner_(std::move(caller)), caller_(nb::inst_ptr<Caller>(owner_)), pointers_(std::move(pointers)), bytes_(std::move(bytes)),
         mine_(std::move(mine)), seen_(std::move(seen)), rank_(rank), halves_{std::move(first), std::move(second)}, part_(part),
-        step_(step), to_self_(to_self), dtype_(static_cast<DType>(dtype)) {}
+        step_(step), sums_(sums), dtype_(static_cast<DType>(dtype)) {}
 
-  // The d-th part begins `step` bytes after the one before it. Returns what `meet` does.
+  // The d-th part begins `step` bytes after the one before it; that of this rank stays where it is if parts are added up.
+  // Returns what `meet` does.
   int send(uint64_t source, int half) {
     const auto& stages = halves_[half & 1];
     for (size_t d = 0; d < stages.size(); ++d)
-      if (to_self_ || static_cast<int>(d) != rank_)
+      if (!sums_ || static_cast<int>(d) != rank_)
         std::memcpy(reinterpret_cast<char*>(stages[d] + rank_ * part_), reinterpret_cast<const char*>(source + d * step_), part_);
     return meet(*caller_, pointers_, bytes_, mine_, seen_);
   }
 
-  // The sum of all parts in the order of ranks, of which this rank's own is at `own`.
-  void add(uint64_t out, uint64_t own, int half) const {
+  // All parts, added up in the order of ranks, this rank's being at `own`; or one behind the other.
+  void finish(uint64_t out, uint64_t own, int half) const {
     const uint64_t stage = halves_[half & 1][rank_];
+    const size_t world = halves_[0].size();
+    if (!sums_) {
+      std::memcpy(reinterpret_cast<char*>(out), reinterpret_cast<const char*>(stage), part_ * world);
+      return;
+    }
     std::vector<const char*> sources;
-    for (size_t s = 0; s < halves_[0].size(); ++s)
+    for (size_t s = 0; s < world; ++s)
       sources.push_back(reinterpret_cast<const char*>(static_cast<int>(s) == rank_ ? own : stage + s * part_));
-    reduce_items(dtype_, ReduceOp::Sum, reinterpret_cast<char*>(out), sources.data(), static_cast<int>(sources.size()),
+    reduce_items(dtype_, ReduceOp::Sum, reinterpret_cast<char*>(out), sources.data(), static_cast<int>(world),
                  part_ / item_bytes(dtype_));
-  }
-
-  // All parts, one behind the other.
-  void collect(uint64_t out, int half) const {
-    const auto& stages = halves_[half & 1];
-    std::memcpy(reinterpret_cast<char*>(out), reinterpret_cast<const char*>(stages[rank_]), part_ * stages.size());
   }
 
  private:
@@ -113,7 +113,7 @@ class Repeat {
   int rank_;
   std::vector<uint64_t> halves_[2];
   uint64_t part_, step_;
-  bool to_self_;
+  bool sums_;
   DType dtype_;
 };
 
@@ -169,10 +169,9 @@ NB_MODULE(_native, m) {
       .def(nb::init<nb::object, std::vector<uint64_t>, std::vector<int64_t>, nb::bytes, nb::bytes, int, std::vector<uint64_t>,
                     std::vector<uint64_t>, uint64_t, uint64_t, bool, int>(),
            "caller"_a, "pointers"_a, "bytes"_a, "mine"_a, "seen"_a, "rank"_a, "first"_a, "second"_a, "part"_a, "step"_a,
-           "to_self"_a, "dtype"_a)
+           "sums"_a, "dtype"_a)
       .def("send", &Repeat::send)
-      .def("add", &Repeat::add)
-      .def("collect", &Repeat::collect);
+      .def("finish", &Repeat::finish);
   nb::class_<Shapes>(m, "Shapes").def(nb::init<>()).def("add", &Shapes::add).def("find", &Shapes::find, "x"_a.none(), "w"_a.none());
   nb::class_<Counter>(m, "Counter")
       .def_prop_ro("runs", [](const Counter& c) { return c.runs.load(); })

@@ -53,7 +53,7 @@ def test_spec_refuses(change: dict[str, Any], message: str) -> None:
         (f"bench all_gather {RANKS} --energy", "--energy is for --backend cuda with host peers"),
         (f"bench all_gather {RANKS} --pin 1G", "--pin is for --backend cuda with host peers"),
         (f"bench copies {RANKS}", "'copies' is measured with host peers: leave --peers out"),
-        (f"bench all_gather {RANKS} --ranks 0", "ranks is 0; it must be at least 1"),
+        (f"bench all_gather {RANKS} --ranks 0", "--ranks: 0 must be 2 to 64"),
         (f"bench all_gather {RANKS} --variant graph", "'graph' is not known; there are auto, pcpy"),
         ("bench all_gather --backend cuda --peers pipes", "peers: 'pipes' is not known; there are host, ranks"),
         ("bench all_gather --backend cuda --baseline gloo", "--baseline is for --backend cpu and --peers ranks"),

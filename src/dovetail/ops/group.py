@@ -46,12 +46,15 @@ class Ends(Protocol):
 
 
 class Repeat:
-    """A call like one that was made before, in few steps: `send`, and then `add` or `collect` of its native part."""
+    """A call like one that was made before, in few steps: `send`, then `finish(out, own, half)`, its native part.
 
-    __slots__ = ("_group", "_said", "_send", "_stages", "add", "collect")
+    That adds up everybody's parts at address `out`, this rank's being at `own`; or puts them there one after the other.
+    """
+
+    __slots__ = ("_group", "_said", "_send", "_stages", "finish")
 
     def __init__(self, group: OpsGroup, made: Any, said: tuple[bytes, str, Sequence[int]]) -> None:
-        self._group, self._send, self.add, self.collect = group, made.send, made.add, made.collect
+        self._group, self._send, self.finish = group, made.send, made.finish
         self._said, self._stages = said, (group.plain, group.stage_epoch, group.group.timeout_s)
 
     @property
@@ -138,7 +141,7 @@ class OpsGroup:
         return told if slots is None else self._look(mine, slots, text, splits)
 
     def repeat(
-        self, text: str, splits: Sequence[int], *, part: int, step: int, to_self: bool, dtype: int
+        self, text: str, splits: Sequence[int], *, part: int, step: int, sums: bool, dtype: int
     ) -> Repeat | None:
         """A call that was made before, and what it sends to the stages before it meets: see `Repeat`. None if it can't
         be repeated: not all of it has been said, or a stage has no room."""
@@ -150,7 +153,7 @@ class OpsGroup:
         if before is None:
             return None
         made = native.load().Repeat(
-            *self._meeting.fixed, mine, before[0], self.group.rank, *self._halves, part, step, to_self, dtype
+            *self._meeting.fixed, mine, before[0], self.group.rank, *self._halves, part, step, sums, dtype
         )
         return Repeat(self, made, (mine, text, splits))
 

@@ -43,12 +43,13 @@ def learn(
     """After a call on the CPU that was checked and has run; it is not used any more. `transport` was asked for."""
     is_uneven = isinstance(call, calls.GemmAllToAll) and not call.even
     if isinstance(call, calls.Product) and not is_uneven:
-        made = Known(call, choice, forward, registry.tally(call.op, *choice))
         shapes = ranks.quick.get((call.op, transport))
         if shapes is None:
             shapes = ranks.quick[call.op, transport] = native.load().Shapes()
-        shapes.add(call.x, call.w, made)
-        made.forget()
+        if shapes.find(call.x, call.w) is None:  # it may have come by way of torch's dispatcher, which always does
+            made = Known(call, choice, forward, registry.tally(call.op, *choice))
+            shapes.add(call.x, call.w, made)
+            made.forget()
 
 
 def run(group: Group, op: str, x: Any, w: Any, transport: str) -> torch.Tensor | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -284,7 +285,7 @@ def _have(slots: list[tuple[int, ...]], every: tuple[int, ...]) -> bool:
     return tuple(row[1] for row in slots) == every and all(row[2] == hash(every) for row in slots)
 
 
-class Repeated:
+class Repeated(ABC):
     """A small product whose like was run before, with few steps in Python. `of` makes one, or None if there is none."""
 
     __slots__ = ("_repeat",)
@@ -296,32 +297,32 @@ class Repeated:
     def of(g: OpsGroup, c: calls.Product) -> Repeated | None:
         """For a call that was just made by this transport."""
         part, number = c.rows * c.n * c.dtype.itemsize, _NUMBERS[c.dtype]
-        repeat = None
         if c.world == 1 or not part or not c.k:
             return None
         if isinstance(c, calls.GemvAllReduce) and part * (c.world - 1) <= _ONESHOT_BYTES:
-            repeat = g.repeat(c.text, (), part=part, step=0, to_self=False, dtype=number)
-            return None if repeat is None else _Summed(repeat)
-        if isinstance(c, calls.GemmAllToAll) and c.even and part <= _COPIED_BYTES:
-            one = part // c.world
-            repeat = g.repeat(c.text, (*c.send, *c.receive), part=one, step=one, to_self=True, dtype=number)
-            return None if repeat is None else _Sent(repeat)
-        if isinstance(c, calls.MatmulReduceScatter) and _in_one(c, c.rows // c.world, part) and part <= _STAGE_BYTES:
-            one = part // c.world
-            repeat = g.repeat(c.text, (), part=one, step=one, to_self=False, dtype=number)
-            return None if repeat is None else _Scattered(repeat, (c.rows // c.world, c.n), g.group.rank * one)
+            repeat = g.repeat(c.text, (), part=part, step=0, sums=True, dtype=number)
+            return None if repeat is None else _InPlace(repeat)
         if isinstance(c, calls.AllGatherMatmul) and c.x.nbytes <= _COPIED_INPUT:
-            repeat = g.repeat(c.text, (), part=c.x.nbytes, step=0, to_self=True, dtype=number)
+            repeat = g.repeat(c.text, (), part=c.x.nbytes, step=0, sums=False, dtype=number)
             shape = (c.world * c.rows, c.k)
             return None if repeat is None else _Gathered(repeat, g.stage_halves(shape, c.dtype))
+        one = part // c.world
+        if isinstance(c, calls.GemmAllToAll) and c.even and part <= _COPIED_BYTES:
+            repeat = g.repeat(c.text, (*c.send, *c.receive), part=one, step=one, sums=False, dtype=number)
+            return None if repeat is None else _InPlace(repeat)
+        if isinstance(c, calls.MatmulReduceScatter) and _in_one(c, c.rows // c.world, part) and part <= _STAGE_BYTES:
+            repeat = g.repeat(c.text, (), part=one, step=one, sums=True, dtype=number)
+            return None if repeat is None else _Scattered(repeat, (c.rows // c.world, c.n), g.group.rank * one)
         return None
 
+    @abstractmethod
     def __call__(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor | None:
         """None, and nothing was done, if it can't be done like that any more."""
-        raise NotImplementedError
 
 
-class _Summed(Repeated):
+class _InPlace(Repeated):
+    """What comes from the others goes to where this rank's product was."""
+
     __slots__ = ()
 
     def __call__(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor | None:
@@ -330,24 +331,13 @@ class _Summed(Repeated):
             return None
         out = torch.mm(x, w.t())
         here = out.data_ptr()
-        repeat.add(here, here, repeat.send(here))
-        return out
-
-
-class _Sent(Repeated):
-    __slots__ = ()
-
-    def __call__(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor | None:
-        repeat = self._repeat
-        if repeat.is_over:
-            return None
-        out = torch.mm(x, w.t())
-        here = out.data_ptr()
-        repeat.collect(here, repeat.send(here))
+        repeat.finish(here, here, repeat.send(here))
         return out
 
 
 class _Scattered(Repeated):
+    """This rank's rows of the sum."""
+
     __slots__ = ("_own", "_shape")
 
     def __init__(self, repeat: Repeat, shape: tuple[int, int], own: int) -> None:
@@ -362,11 +352,13 @@ class _Scattered(Repeated):
         here = whole.data_ptr()
         half = repeat.send(here)
         out = whole.new_empty(self._shape)
-        repeat.add(out.data_ptr(), here + self._own, half)
+        repeat.finish(out.data_ptr(), here + self._own, half)
         return out
 
 
 class _Gathered(Repeated):
+    """Everybody's rows are multiplied where they came."""
+
     __slots__ = ("_halves",)
 
     def __init__(self, repeat: Repeat, halves: tuple[torch.Tensor, torch.Tensor]) -> None:
