@@ -17,7 +17,7 @@ import torch
 from dovetail.errors import HardwareError, NotSupported, PlanError, Timeout
 from dovetail.hw.gpu import local, ticket
 from dovetail.hw.gpu.device import Device
-from dovetail.hw.gpu.driver import WAIT, WORD, DriverError, Kind
+from dovetail.hw.gpu.driver import WAIT, WORD, WRITE, DriverError, Kind
 from dovetail.hw.gpu.heap import Heap
 from dovetail.hw.gpu.local import LocalRunner
 from dovetail.plan import Op, Plan, Role, SignalKind, passes
@@ -373,6 +373,41 @@ def test_imported_signals(device: Device, heaps: list[Heap], on_device: bool) ->
         late.raise_signal("flag", 2)
         with pytest.raises(Timeout, match="signal 'flag' was not raised; rank 0 queue 0.*wait flag >= 3"):
             late.wait()
+
+
+def test_a_run_calls_for_what_raises_its_signals(control: Control, device: Device, heaps: list[Heap]) -> None:
+    """On two streams in turn: what is computed anew waits for the copies of the run before. A launch that fails leaves
+    nothing behind."""
+    a = Assembly("released", 2)
+    src, dst = a.buffer("input", Role.INPUT, [64, -2]), a.buffer("output", Role.OUTPUT, [-2, 64])
+    flag = a.signal("flag", 0, SignalKind.IMPORTED)
+    a.queue(0, 0, st.wait(flag), st.copy((0, src, 0), (1, dst, 0), 64))
+    moved, driver = Moved(heaps, 4096), device.driver
+    data, there = heaps[1].empty((6, 64), torch.uint8).random_(), heaps[1].empty((6, 64), torch.uint8).zero_()
+    control.set(DELAY_US=2000)
+    streams = [driver.stream_create(), driver.stream_create()]
+    with LocalRunner(device, a.plan(), host_ranks=HOST, timeout_s=20) as runner:
+        (address,) = runner.imported()
+        for k in range(6):
+            run = runner.bind({(0, "input"): moved.src[:64], (1, "output"): there[k]})
+            stream = streams[k % 2]
+
+            def launch(base: int, k: int = k, stream: int = stream) -> None:
+                if k == 3:
+                    raise RuntimeError("no kernel image")
+                word = np.zeros(1, WORD)
+                word["kind"], word["address"], word["value"] = WRITE, address, base + 1
+                driver.copy(moved.src.data_ptr(), data[k].data_ptr(), 64, stream)
+                driver.stream_words(word, stream)
+
+            with contextlib.suppress(RuntimeError):
+                run.submit(after=stream, launch=launch)
+        for stream in streams:
+            driver.stream_synchronize(stream)
+            driver.stream_destroy(stream)
+    good = [k for k in range(6) if k != 3]
+    assert torch.equal(there[good], data[good])
+    assert not there[3].any()
 
 
 # --- streams ---------------------------------------------------------------------------------------------------------

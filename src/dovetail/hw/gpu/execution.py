@@ -177,6 +177,12 @@ class Execution:
             )
         self.runs = number = self.runs + 1 if run is None else run
         previous = previous or self._last
+        follows = after is not None or after_event is not None or (previous is not None and not previous.is_over())
+        if launch is not None:  # nothing of the run is there yet: if this fails, there is nothing to open
+            self._begin(streams, after, after_event, previous)
+            if after is not None and previous is not None and not previous.is_over():
+                driver.stream_wait_event(after, previous.event)  # its copies still read what is computed anew
+            launch(number << VALUE_BITS)
         ticket = GpuTicket(
             device, prepared.info, number << VALUE_BITS, device.take_event(), time.monotonic(), self.timeout_s,
             streams if gated else None, hold, peers,
@@ -187,12 +193,8 @@ class Execution:
         try:
             if self.program.waits_outside:  # from now on: a full stream (1022 launches) blocks us until it goes on
                 device.watchdog.add(ticket)
-            if after is not None or after_event is not None or (previous is not None and not previous.is_over()):
+            if follows and launch is None:
                 self._begin(streams, after, after_event, previous)
-            if launch is not None:
-                if after is not None and previous is not None and not previous.is_over():
-                    driver.stream_wait_event(after, previous.event)  # its copies still read what is computed anew
-                launch(number << VALUE_BITS)
             if self._has_gate and not gated:
                 ticket.fire()
             prepared.script.issue(number << VALUE_BITS, driver)
