@@ -12,6 +12,7 @@ import dovetail.ops as ops
 from dovetail.coll.session import group_of
 from dovetail.errors import DovetailError, NotSupported, Timeout
 from dovetail.ops import reference
+from dovetail.ops.choose import TRANSPORTS
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
@@ -42,13 +43,15 @@ def poison() -> None:
         del held
 
 
-def all_operators(dtype: torch.dtype, seed: int, ragged: bool) -> int:
-    """Forward and backward of all five against the reference; returns how many results were compared."""
+def all_operators(dtype: torch.dtype, seed: int, ragged: bool, transport: str = "store") -> int:
+    """Forward and backward of all that have the transport against the reference; returns how many were compared."""
     group = group_of(None)
     rank, world = group.rank, group.size
     m, n, k = (72 * world, 200, 136) if ragged else (256 * world, 512, 256)
     count = 0
     for name in ("gemm_all_to_all", "all_gather_matmul", "matmul_reduce_scatter", "gemv_all_reduce"):
+        if transport not in TRANSPORTS["cuda"][name]:
+            continue
         rows = min(m, 48) if name == "gemv_all_reduce" else m
         splits = [[rows // world] * world for _ in range(world)]
         if name == "gemm_all_to_all" and ragged:
@@ -70,9 +73,9 @@ def all_operators(dtype: torch.dtype, seed: int, ragged: bool) -> int:
             time.sleep(0.002 * (seed % 3))  # a late peer
         if name == "gemm_all_to_all" and ragged:
             receive = [splits[i][rank] for i in range(world)]
-            got = ops.gemm_all_to_all(x, w, receive, splits[rank], transport="store")
+            got = ops.gemm_all_to_all(x, w, receive, splits[rank], transport=transport)
         else:
-            got = getattr(ops, name)(x, w, transport="store")
+            got = getattr(ops, name)(x, w, transport=transport)
         near(f"{name} {dtype}", got, wants[rank], dtype)
         grads = [rand(seed + 90 + r, *wants[r].shape, dtype=dtype) for r in range(world)]
         if name == "gemv_all_reduce":
@@ -88,10 +91,10 @@ def all_operators(dtype: torch.dtype, seed: int, ragged: bool) -> int:
             dovetail.all_gather_into_tensor(every, got.detach(), variant="pcpy")
             assert all(torch.equal(part, every[:rows]) for part in every.chunk(world)), "ranks have other bits"
         count += 3
-    return count + embedding(dtype, seed)
+    return count + (embedding(dtype, seed, transport) if transport in TRANSPORTS["cuda"]["embedding_all_to_all"] else 0)
 
 
-def embedding(dtype: torch.dtype, seed: int) -> int:
+def embedding(dtype: torch.dtype, seed: int, transport: str = "store") -> int:
     """Pooled bags with sparse gradients, and an update in place, against the reference."""
     group = group_of(None)
     rank, world = group.rank, group.size
@@ -119,7 +122,7 @@ def embedding(dtype: torch.dtype, seed: int) -> int:
         scale = None if given is None else scales[rank].detach().clone().requires_grad_()
         poison()
         got = ops.embedding_all_to_all(
-            mine, values[rank], offsets[rank], mode=mode, per_sample_weights=scale, transport="store"
+            mine, values[rank], offsets[rank], mode=mode, per_sample_weights=scale, transport=transport
         )
         near(f"embedding {mode} {dtype}", got, wants[rank], dtype)
         grads = [rand(seed + 30 + r, *wants[r].shape, dtype=dtype) for r in range(world)]
@@ -133,7 +136,7 @@ def embedding(dtype: torch.dtype, seed: int) -> int:
         if scale is not None and given is not None:
             near(f"embedding {dtype} scales", scale.grad, given[rank].grad, dtype)
     before = [w.detach().clone().requires_grad_() for w in weights[rank]]
-    out = ops.embedding_all_to_all(before, values[rank], offsets[rank], optimizer="sgd", lr=0.5, transport="store")
+    out = ops.embedding_all_to_all(before, values[rank], offsets[rank], optimizer="sgd", lr=0.5, transport=transport)
     out.backward(grads[rank])
     for row in weights:
         for w in row:
