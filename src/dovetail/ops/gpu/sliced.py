@@ -299,7 +299,7 @@ def embedding_all_to_all(
         cut = pattern.cut(rank, shape.bags, order)
         return BagLaunch(cut, c.weights, c.batch, m.cores, y.device, mode=c.mode, shape=shape, error=m.wrong)
 
-    key = tuple((w.data_ptr(), len(w)) for w in c.weights), c.mode
+    key = tuple((w.data_ptr(), len(w)) for w in c.weights), c.dim, c.dtype, c.mode
     kernel, flags = sliced.kernel(key, made, y.device)
     first = sum(every[:rank])
 
