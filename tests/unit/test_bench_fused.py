@@ -25,7 +25,7 @@ from dovetail.measure.interleave import orders, some_orders
 from dovetail.ops.gpu import decomposed, launch
 from dovetail.ops.gpu.decomposed import Chunked
 from dovetail.ops.gpu.exchange import Buffers
-from dovetail.ops.gpu.launch import BagLaunch, GemmLaunch, Head, PoolShape
+from dovetail.ops.gpu.launch import BagLaunch, GemmLaunch, PoolShape, SplitK
 
 # --- shapes ----------------------------------------------------------------------------------------------------------
 
@@ -343,7 +343,8 @@ def test_every_form_is_measured(host: Host) -> None:
         assert counts[Kind.COMM] in ((1, 2) if gemm else (2, 3))
         assert counts[Kind.UNFUSED] == counts[Kind.COMM] + 1
         assert counts[Kind.DECOMPOSED] == 4
-        assert counts[Kind.DMA] == 3 + (each.ratio == 1) + (not gemm)
+        grown = each.taken(Kind.DMA).setting["first"] > 1
+        assert counts[Kind.DMA] == 3 + grown + (each.ratio == 1) + (not gemm)
         assert len({(c.kind, c.name) for c in each.cells}) == len(each.cells)
         assert "whole" in [c.name for c in each.cells if c.kind is Kind.COMM]
         assert {c.setting["by"] for c in each.cells if c.kind is Kind.DECOMPOSED} == {"torch", "ours"}
@@ -352,7 +353,7 @@ def test_every_form_is_measured(host: Host) -> None:
         assert {c.role for c in fused[2:]} == {Role.ABLATION}
         changed = [{k for k in fused[0].setting if k != "slice_rows" and c.setting[k] != fused[0].setting[k]}
                    for c in fused[2:]]  # fmt: skip
-        assert changed == [{"slices"}, *[{"order"}] * (each.ratio == 1), *[{"layout"}] * (not gemm)]
+        assert changed == [{"slices"}, *[{"first"}] * grown, *[{"order"}] * (each.ratio == 1), *[{"layout"}] * (not gemm)]
         assert each.taken(Kind.DMA) is fused[0]
         assert each.checks == len(each.cells) + max(4, len(fused)) + len(fused)
         assert each.gated_checks == each.checks - len(each.cells)
@@ -363,7 +364,7 @@ def test_every_form_is_measured(host: Host) -> None:
         assert {c.kind for c in each.cells if c.host_us} == {Kind.UNFUSED, Kind.DECOMPOSED, Kind.DMA}
         assert sum(c.host_us is not None for c in each.cells) == 3
         assert set(each.pilot) == {
-            "collective", "tile", "computation", "fused tile", "slices", "layout and lanes", "chunks by torch",
+            "collective", "tile", "computation", "fused tile", "slices", "first slice", "layout and lanes", "chunks by torch",
             "chunks by our kernel",
         }  # fmt: skip
         assert {"whole", "whole 2 lanes", "5 slices 2 lanes"} <= set(each.pilot["collective"])
@@ -396,7 +397,7 @@ def test_the_best_of_a_pilot_is_timed(host: Host, monkeypatch: Any) -> None:
     """Tiles of each form as they were launched, slices, layout, lanes, the way of the collective, the rivals."""
     spec = replace(small(Shape(op=Op.EMBEDDING, ratio=1, size_bytes=6 << 10)), products=(), rivals=1)
     liked = {
-        Kind.COMPUTE: "ours 2x4", Kind.COMM: "5 slices 2 lanes", Kind.DMA: "5 slices remote 4x4 1 lane",
+        Kind.COMPUTE: "ours 2x4", Kind.COMM: "5 slices 2 lanes", Kind.DMA: "5 slices 1/16 remote 4x4 1 lane",
         Kind.DECOMPOSED: "5 chunks",
     }  # fmt: skip
 
@@ -412,7 +413,7 @@ def test_the_best_of_a_pilot_is_timed(host: Host, monkeypatch: Any) -> None:
     assert set(names[Kind.COMM]) == {"5 slices 2 lanes", "5 slices 2 lanes strided", "whole"}
     assert names[Kind.UNFUSED][0] == "ours 2x4w4p7, 5 slices 2 lanes"
     assert sorted(name.split(",")[0] for name in names[Kind.UNFUSED]) == [*["ours 2x4w4p7"] * 3, "torch"]
-    assert found.taken(Kind.DMA).name == "5 slices remote 4x4w4p7 1 lane"
+    assert found.taken(Kind.DMA).name == "5 slices from 1/16 remote 4x4w4p7 1 lane"
     assert [name.split(" chunks")[0] for name in names[Kind.DECOMPOSED]] == ["5", "ours 2x4w4p7 5"]
 
 
@@ -449,24 +450,24 @@ def test_large_slices_only() -> None:
     assert set(spec.slices_of(16 << 20)) <= set(spec.chunks_of(16 << 20))
 
 
-def test_a_head_is_compared_and_named(host: Host, monkeypatch: Any) -> None:
-    """With and without, for the computation and the fused form; a tile whose head is empty is not tried again."""
+def test_a_split_is_compared_and_named(host: Host, monkeypatch: Any) -> None:
+    """With and without, for the computation and the fused form; a tile with nothing to split is not tried again."""
     cut = {"height": 16, "width": 16, "depth": 2, "warps": 4, "stages": 1}
-    tiles = tuple(operators.GemmTile(**cut, head=head) for head in (None, Head()))
-    none = operators.GemmTile(**cut | {"depth": 16}, head=Head())
+    tiles = tuple(operators.GemmTile(**cut, split=split) for split in (SplitK.NONE, SplitK.HEAD))
+    none = operators.GemmTile(**cut | {"depth": 16}, split=SplitK.HEAD)
     monkeypatch.setattr(operators.GemmWork, "tiles", (*tiles, none))
     monkeypatch.setattr(gpu, "GEMM_TILES", (*tiles, none))
-    monkeypatch.setattr(launch, "head_tiles", lambda num, columns, programs, parts: 1)
+    monkeypatch.setattr(launch, "few_waves", lambda num, columns, programs: (1, 2))
     spec = replace(small(Shape(op=Op.GEMM, ratio=1, size_bytes=6 << 10)), products=((32, 16, 16),))
-    with Session("cuda") as session, given_times(monkeypatch, lambda c, _: 1.0 if "+" in c.name else 2.0) as tried:
+    with Session("cuda") as session, given_times(monkeypatch, lambda c, _: 1.0 if "head" in c.name else 2.0) as tried:
         found = gpu.measure(session, spec)
     names = [c.name for c in found.rows[0].cells]
-    assert "ours 16x16g8+1/2" in names
+    assert "ours 16x16g8 head 1/2" in names
     tiles_of = {c.setting.get("tile") for c in found.rows[0].cells if c.role in (Role.PICKED, Role.ABLATION)}
-    assert tiles_of == {"16x16g8+1/2"}
+    assert tiles_of == {"16x16g8 head 1/2"}
     assert any(name.endswith("slices remote 16x16g8") for name in tried)
-    assert found.rows[0].pilot["tile"].keys() == {"ours 16x16g8", "ours 16x16g8+1/2"}
-    assert found.products[0].tile == "16x16g8+1/2"
+    assert found.rows[0].pilot["tile"].keys() == {"ours 16x16g8", "ours 16x16g8 head 1/2"}
+    assert found.products[0].tile == "16x16g8 head 1/2"
     assert found.products[0].default_us == 2
 
 

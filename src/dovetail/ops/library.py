@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dovetail.ops import backward, calls, run, unfused
+from dovetail.ops import backward, calls, choose, run, unfused
 from dovetail.ops.names import named
 
 _lib: Any = torch.library.Library("dovetail", "DEF")  # type: ignore[no-untyped-call]
@@ -101,7 +101,7 @@ def _all_gather_matmul_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]
     x, w = ctx.saved_tensors
     needs = ctx.needs_input_grad
     grad = grad.contiguous()
-    transport = _of(ctx.transport)
+    transport = _gradient_by(ctx.transport, "matmul_reduce_scatter", grad)
     to_x = _ops.matmul_reduce_scatter(grad, w.t().contiguous(), ctx.group, transport) if needs[0] else None
     to_w = grad.t() @ _ops._all_gather_rows(x, ctx.group) if needs[1] else None
     return to_x, to_w, None, None
@@ -119,14 +119,16 @@ def _matmul_reduce_scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, 
     x, w = ctx.saved_tensors
     needs = ctx.needs_input_grad
     grad = grad.contiguous()
-    to_x = _ops.all_gather_matmul(grad, w.t().contiguous(), ctx.group, _of(ctx.transport)) if needs[0] else None
+    transport = _gradient_by(ctx.transport, "all_gather_matmul", grad)
+    to_x = _ops.all_gather_matmul(grad, w.t().contiguous(), ctx.group, transport) if needs[0] else None
     to_w = _ops._all_gather_rows(grad, ctx.group).t() @ x if needs[1] else None
     return to_x, to_w, None, None
 
 
-def _of(transport: str) -> str:
-    """The transport of a gradient: `dma` is not there for every operator."""
-    return "auto" if transport == "dma" else transport
+def _gradient_by(transport: str, op: str, grad: torch.Tensor) -> str:
+    """The transport of a gradient: the one of the result, if the operator that makes the gradient has it."""
+    has = choose.TRANSPORTS["cpu" if grad.device.type == "cpu" else "cuda"][op]  # those of hip are cuda's
+    return transport if transport in has else "auto"
 
 
 def _all_gather_rows(x: torch.Tensor, group: str) -> torch.Tensor:

@@ -100,7 +100,7 @@ class _Site:
                 return _contender(name, functools.partial(made.compute, x, w), buffers, made)
 
             plain = _contender("torch", lambda: torch.mm(x, w.t(), out=out), buffers)
-            ours = [kernel("", blocks=tile, head=tile.head) for tile in GEMM_TILES]
+            ours = [kernel("", blocks=tile, split=tile.split) for tile in GEMM_TILES]
             ours = [c for c, tile in zip(ours, GEMM_TILES, strict=True) if GemmWork.is_distinct(tile, c.made.kernel)]
             default = kernel("default")
             self._clock.run(plain)

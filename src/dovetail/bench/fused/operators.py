@@ -14,26 +14,23 @@ from dovetail.bench.fused.work import TIMEOUT_S, Cut, Work
 from dovetail.ops.gpu.decomposed import How, Rows, bag_rows, gemm_rows, kernel_rows
 from dovetail.ops.gpu.dma import DmaEmbedding, DmaGemm, embedding_exchange, gemm_exchange
 from dovetail.ops.gpu.exchange import GPU, Buffers, Exchange, Layout
-from dovetail.ops.gpu.launch import BagLaunch, GemmLaunch, Head, PoolShape
+from dovetail.ops.gpu.launch import BagLaunch, GemmLaunch, PoolShape, SplitK
 from dovetail.ops.gpu.tiles import LARGE, Blocks, RowTiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmTile(Blocks):
-    """A cut of a product, with a head or without."""
+    """A cut of a product, and which tiles are computed by several programs."""
 
-    head: Head | None = None
+    split: SplitK = SplitK.NONE
 
 
-_PAIRS, _SQUARE, _NARROW = {"group": 2}, {"group": 4}, {"width": 128, "group": 4, "stages": 4}
-GEMM_TILES = tuple(
-    GemmTile(**asdict(LARGE) | cut, head=head)
-    for cuts, heads in (
-        (({}, _SQUARE, _NARROW), (None, Head())),
-        ((_PAIRS, _SQUARE), [Head(parts=parts, is_whole=True) for parts in (2, 3, 4, 5)]),
-    )
-    for cut in cuts for head in heads
-)  # fmt: skip
+_SQUARE, _NARROW = {"group": 4}, {"width": 128, "group": 4, "stages": 4}
+GEMM_TILES = (
+    GemmTile(**asdict(LARGE)),
+    *(GemmTile(**asdict(LARGE) | _SQUARE, split=split) for split in SplitK),
+    GemmTile(**asdict(LARGE) | _NARROW),
+)
 #: Fewer programs leave more of the memory to copies; those that a multiprocessor can't hold are not launched.
 POOL_TILES = tuple(PoolShape(programs=number) for number in (8, 7, 6, 5))
 
@@ -77,16 +74,17 @@ class GemmWork(Work):
         x, w, y = self.x, self.w, self._y()
 
         def make(part: RowTiles) -> Callable[[], object]:
-            kernel = GemmLaunch(part, len(w), x.shape[1], self.cores, self.where, blocks=tile, head=tile.head)
+            kernel = GemmLaunch(part, len(w), x.shape[1], self.cores, self.where, blocks=tile, split=tile.split)
             return partial(kernel, x, w, y)
 
         return kernel_rows(tiles, make, y)
 
     def dma(self, cut: Cut, buffers: Buffers) -> DmaGemm:
         """See `Work`."""
+        rows, first = self.slices_of(cut.slices, cut.first)
         return DmaGemm(
             self.device, buffers, self.x.shape, self.w.shape, self.dtype, order=cut.order, blocks=cut.tile,
-            head=cut.tile.head, slice_rows=self.slice_rows(cut.slices), timeout_s=TIMEOUT_S, lanes=cut.lanes,
+            split=cut.tile.split, slice_rows=rows, first_rows=first, timeout_s=TIMEOUT_S, lanes=cut.lanes,
         )  # fmt: skip
 
     def default(self) -> DmaGemm:
@@ -103,16 +101,18 @@ class GemmWork(Work):
 
     @staticmethod
     def tile_name(tile: Blocks, kernel: GemmLaunch | None = None) -> str:
-        """``128x256g8+4/2`` has a head of four row tiles in two parts, which `kernel` tells."""
-        head = f"+{kernel.head}/{kernel.parts}" if kernel is not None and kernel.head else ""
-        if kernel is None and (asked := getattr(tile, "head", None)):
-            head = f"+{'all' if asked.is_whole else 'head'}/{asked.parts}"
-        return f"{tile.height}x{tile.width}g{tile.group}{head}"
+        """``128x256g8 tail 4/2``: of the last four row tiles each tile has two programs, which `kernel` tells."""
+        split = getattr(tile, "split", SplitK.NONE)
+        more = "" if split is SplitK.NONE else f" {split}"
+        if kernel is not None:
+            several = [number for number in kernel.parts if number > 1]
+            more = f" {kernel.split} {len(several)}/{several[0]}" if several else ""
+        return f"{tile.height}x{tile.width}g{tile.group}{more}"
 
     @staticmethod
     def is_distinct(tile: GemmTile, kernel: GemmLaunch) -> bool:
-        """A tile with a head is like one without where there can be none."""
-        return not tile.head or bool(kernel.head)
+        """A tile is like one without a split where there is nothing to split."""
+        return tile.split is SplitK.NONE or max(kernel.parts, default=1) > 1
 
     @staticmethod
     def tile_rows(tile: Blocks) -> int:
@@ -193,9 +193,10 @@ class EmbeddingWork(Work):
 
     def dma(self, cut: Cut, buffers: Buffers) -> DmaEmbedding:
         """See `Work`."""
+        rows, first = self.slices_of(cut.slices, cut.first)
         return DmaEmbedding(
             self.device, buffers, self._tables(), order=cut.order, shape=cut.tile, lanes=cut.lanes,
-            slice_rows=self.slice_rows(cut.slices), timeout_s=TIMEOUT_S,
+            slice_rows=rows, first_rows=first, timeout_s=TIMEOUT_S,
         )  # fmt: skip
 
     def default(self) -> DmaEmbedding:

@@ -24,6 +24,7 @@ from dovetail.ops.gpu.tiles import Order
 _STAGES = ((1, 1.15), (1, 1.06), (3, 1.0))
 _PILOT = 5
 _MOST_SIZE = 1 << 16  # K of a product, or the length of a bag
+_FIRST = (4, 16)  # parts of a slice that the first one is tried with
 _CLOSE = 0.02  # a ratio that is so near needs no correction
 
 
@@ -120,11 +121,15 @@ class Pilot:
         return self._best_tile("tile", self._work.alone)
 
     def cut(self) -> Cut:
-        """Of the fused form: the tile, then the number of slices, then layout and lanes."""
+        """Of the fused form: the tile, the number of slices, the first one's size, then layout and lanes."""
         work, slices = self._work, self._slices()
         middle = Cut(slices=slices[len(slices) // 2], tile=None, layout=work.layouts[0])
         tile = self._best_tile("fused tile", lambda tile: work.fused(replace(middle, tile=tile)))
         best = self._best_cut("slices", [replace(middle, tile=tile, slices=number) for number in slices])
+        fewer = max((n for n in slices if n < best.slices), default=best.slices)
+        grown = [replace(best, slices=n, first=part) for n in (best.slices, fewer) for part in _FIRST]
+        grown = [cut for cut in dict.fromkeys(grown) if work.slices_of(cut.slices, cut.first)[1]]
+        best = self._best_cut("first slice", [best, *grown])
         others = [replace(best, layout=layout) for layout in work.layouts[1:]]
         return self._best_cut("layout and lanes", [best, replace(best, lanes=1), *others])
 
@@ -155,6 +160,8 @@ class Pilot:
             best = self._best_chunks(question, tries, keep)
             first = best[0]
             more = [replace(first, layout=layout) for layout in work.layouts[1:]]
+            grown = [replace(each, first=part) for each in best for part in _FIRST]
+            more += [each for each in grown if work.slices_of(each.number, each.first)[1]]
             more += [replace(first, words_on_device=False)] if first.how is How.WORDS else []
             more += [replace(first, tile=tile) for tile in tiles if first.tile not in (None, tile)]
             found += self._best_chunks(question, [*best, *more], keep) if more else best
@@ -178,6 +185,7 @@ class Pilot:
         found += [work.decomposed(each) for each in self.chunks([tile, cut.tile])]
         found += [work.fused(cut, Role.PICKED), work.as_default()]
         changed = [replace(cut, slices=number) for number in self._slices() if number != cut.slices]
+        changed += [replace(cut, first=1)] if cut.first > 1 else []
         if work.shape.ratio == 1:
             changed.append(replace(cut, order=Order.LOCAL))
         changed += [replace(cut, layout=layout) for layout in work.layouts if layout is not cut.layout]

@@ -70,6 +70,7 @@ class Cut:
     slices: int
     tile: Any
     layout: Layout
+    first: int = 1  #: the first slice is this part of the others, which grow from there
     order: Order = Order.REMOTE
     lanes: int = LANES
 
@@ -80,6 +81,7 @@ class Chunks:
 
     number: int
     layout: Layout
+    first: int = 1  #: see `Cut`
     tile: Any = None  #: of our kernel; None: by torch
     how: How = How.EVENTS
     words_on_device: bool = WORDS_ON_DEVICE
@@ -87,6 +89,10 @@ class Chunks:
 
 def _lanes(number: int, usual: int) -> str:
     return "" if number == usual else f" {number} lane{'s' if number > 1 else ''}"
+
+
+def _grown(first: int) -> str:
+    return "" if first == 1 else f" from 1/{first}"
 
 
 def _placed(layout: Layout) -> str:
@@ -244,8 +250,9 @@ class Work(ABC):
         buffers = self._by_layout[cut.layout]
         made = self._kept(self.dma(cut, buffers))
         tile = self.tile_name(cut.tile, made.kernel)
-        name = f"{cut.slices} slices {cut.order} {tile}{_lanes(cut.lanes, LANES)}{_placed(cut.layout)}"
-        setting = {"slices": cut.slices, "order": str(cut.order), "lanes": cut.lanes, "tile": tile}
+        how = f"{_grown(cut.first)} {cut.order} {tile}{_lanes(cut.lanes, LANES)}{_placed(cut.layout)}"
+        name = f"{cut.slices} slices{how}"
+        setting = {"slices": cut.slices, "first": cut.first, "order": str(cut.order), "lanes": cut.lanes, "tile": tile}
         return self._fused(made, name, setting, buffers, role)
 
     def as_default(self) -> Contender:
@@ -255,7 +262,7 @@ class Work(ABC):
         return self._fused(made, "default", {"lanes": LANES, "tile": tile}, self.buffers, Role.DEFAULT)
 
     def _fused(self, made: Any, name: str, setting: dict[str, Any], buffers: Buffers, role: Role) -> Contender:
-        more = {"slice_rows": made.slice_rows, "words": WORDS[WORDS_ON_DEVICE], "layout": str(buffers.exchange.layout)}
+        more = {"slice_rows": made.tiles.slice_rows, "words": WORDS[WORDS_ON_DEVICE], "layout": str(buffers.exchange.layout)}
         return Contender(
             kind=Kind.DMA, name=name, start=lambda stream: self.start(made, stream), buffers=buffers, role=role,
             setting=setting | more, made=made,
@@ -264,19 +271,19 @@ class Work(ABC):
     def decomposed(self, chunks: Chunks) -> Contender:
         """The operator in chunks."""
         number, how, by_torch = chunks.number, chunks.how, chunks.tile is None
-        rows_each, buffers = self.slice_rows(number), self._by_layout[chunks.layout]
+        rows_each, first, buffers = *self.slices_of(number, chunks.first), self._by_layout[chunks.layout]
         made = self._kept(Chunked(
-            self.device, buffers, rows_each, how=how, timeout_s=TIMEOUT_S, streams=self._streams,
+            self.device, buffers, rows_each, first_rows=first, how=how, timeout_s=TIMEOUT_S, streams=self._streams,
             words_on_device=chunks.words_on_device,
         ))  # fmt: skip
         setting: dict[str, Any] = {"by": "torch" if by_torch else "ours", "chunks": number, "chunk_rows": rows_each}
-        setting |= {"how": str(how), "lanes": LANES, "layout": str(chunks.layout)}
-        name = f"{number} chunks {how}"
+        setting |= {"first": chunks.first, "how": str(how), "lanes": LANES, "layout": str(chunks.layout)}
+        name = f"{number} chunks{_grown(chunks.first)} {how}"
         if by_torch:
             rows = self.rows()
         else:
             height = self.tile_rows(chunks.tile)
-            tiles = row_tiles(self.exchange.send, GPU, height, slice_rows=rows_each, order=Order.REMOTE)
+            tiles = row_tiles(self.exchange.send, GPU, height, slice_rows=rows_each, first_rows=first)
             rows = self.kernel_rows(tiles, chunks.tile)
             setting["tile"] = self.tile_name(chunks.tile)
             name = f"ours {setting['tile']} {name}"
@@ -295,8 +302,17 @@ class Work(ABC):
 
     def slice_rows(self, number: int) -> int:
         """Rows of one of so many slices of all that leaves."""
-        tile = TILE_ROWS if self.shape.op is Op.GEMM else 8
-        return slice_rows_of(sum(self.exchange.send[1:]), 1 << 30, tile, number)
+        return slice_rows_of(sum(self.exchange.send[1:]), 1 << 30, self._step, number)
+
+    def slices_of(self, number: int, first: int = 1) -> tuple[int, int | None]:
+        """Rows of such a slice, and of the first one if that is smaller."""
+        rows = self.slice_rows(number)
+        least = max(rows // first // self._step, 1) * self._step
+        return rows, least if least < rows else None
+
+    @property
+    def _step(self) -> int:
+        return TILE_ROWS if self.shape.op is Op.GEMM else 8
 
     def distinct(self, numbers: tuple[int, ...]) -> list[int]:
         """Those numbers of slices that make slices of different sizes: they are whole tiles."""

@@ -77,17 +77,22 @@ class Chunked:
     """The operator in chunks of rows, each followed by its copies. An owner: `close()`."""
 
     def __init__(
-        self, device: Device, buffers: Buffers, chunk_rows: int, *, how: How | str = How.EVENTS,
+        self, device: Device, buffers: Buffers, chunk_rows: int, *, first_rows: int | None = None,
+        how: How | str = How.EVENTS,
         order: Order | str = Order.REMOTE, pace: Pace | str = Pace.STEP, timeout_s: float | None = None,
         lanes: int = LANES, streams: Sequence[int] = (), words_on_device: bool = WORDS_ON_DEVICE,
     ) -> None:  # fmt: skip
-        """`lanes`: streams for the copies of each direction; `streams`: twice as many of the caller's, or its own.
+        """`first_rows`: of the first chunk, from which they grow; see `tiles.pieces`.
+
+        `lanes`: streams for the copies of each direction; `streams`: twice as many of the caller's, or its own.
 
         `words_on_device`: with words, these lie in the GPU's memory.
         """
         device.enter()
         exchange, self._driver, self._buffers = buffers.exchange, device.driver, buffers
-        tiles = row_tiles(exchange.send, GPU, chunk_rows, slice_rows=chunk_rows, order=order)
+        tiles = row_tiles(
+            exchange.send, GPU, chunk_rows, slice_rows=chunk_rows, first_rows=first_rows, order=order
+        )  # fmt: skip
         self.chunks: list[tuple[int, int]] = tiles.slices[:, [FIRST, END]].tolist()
         self.how = How(how)
         self._run: SlicedRun | None = None

@@ -20,10 +20,10 @@ from dovetail.errors import DovetailError, NotSupported
 from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.local import LocalRunner
 from dovetail.hw.gpu.ticket import GpuTicket
-from dovetail.ops.gpu.exchange import GPU, Buffers, Exchange, Layout, Pace, slice_rows_of
-from dovetail.ops.gpu.launch import BagLaunch, GemmLaunch, Head, PoolShape
+from dovetail.ops.gpu.exchange import GPU, Buffers, Exchange, Layout, Pace, first_rows_of, slice_rows_of
+from dovetail.ops.gpu.launch import BagLaunch, GemmLaunch, PoolShape, SplitK
 from dovetail.ops.gpu.place import Placing
-from dovetail.ops.gpu.tiles import LARGE, Blocks, Order, row_tiles
+from dovetail.ops.gpu.tiles import LARGE, Blocks, Order, RowTiles, across, row_tiles
 from dovetail.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -154,24 +154,23 @@ class DmaGemm:
 
     def __init__(
         self, device: Device, buffers: Buffers, x_shape: Sequence[int], w_shape: Sequence[int], dtype: torch.dtype, *,
-        slice_rows: int | None = None, order: Order | str = Order.REMOTE, pace: Pace | str = Pace.STEP,
-        blocks: Blocks | None = None, head: Head | None = None, timeout_s: float | None = None, lanes: int = LANES,
-        words_on_device: bool = WORDS_ON_DEVICE,
+        slice_rows: int | None = None, first_rows: int | None = None, order: Order | str = Order.REMOTE,
+        pace: Pace | str = Pace.STEP, blocks: Blocks | None = None, split: SplitK | str = SplitK.TAIL,
+        timeout_s: float | None = None, lanes: int = LANES, words_on_device: bool = WORDS_ON_DEVICE,
     ) -> None:  # fmt: skip
-        """`buffers` of `gemm_exchange`; `slice_rows`: rows that one flag stands for, whole tiles are best.
+        """`buffers` of `gemm_exchange`; `slice_rows`: rows that one flag stands for, `first_rows` those of the first.
 
-        `head`: none by default; see `GemmLaunch`.
+        Whole tiles are best. If `slice_rows` is given, slices do not grow unless `first_rows` is, too.
         """
 
         exchange, self.blocks = buffers.exchange, blocks or LARGE
         gemm_exchange(x_shape, w_shape, dtype, exchange.send, exchange.receive)
         (self.M, self.K), self.N, self.dtype = x_shape, w_shape[0], dtype
         height = self.blocks.height
-        rows = slice_rows or slice_rows_of(sum(exchange.send[1:]), exchange.row_bytes[GPU], height)
-        self.slice_rows, self.tiles = rows, row_tiles(exchange.send, GPU, height, slice_rows=rows, order=order)
+        self.tiles = across(_cut(exchange, height, slice_rows, first_rows, order), height)
         self.y = buffers.y[GPU][: exchange.y_bytes(GPU)].view(dtype).view(self.M, self.N)
         cores = device.driver.num_multiprocessors(device.index)
-        self.kernel = GemmLaunch(self.tiles, self.N, self.K, cores, self.y.device, blocks=self.blocks, head=head)
+        self.kernel = GemmLaunch(self.tiles, self.N, self.K, cores, self.y.device, blocks=self.blocks, split=split)
         self._operands: tuple[torch.Tensor, torch.Tensor] | None = None
         plan = exchange.sliced(self.tiles, pace=pace, lanes=lanes)
         self.run = SlicedRun(
@@ -206,6 +205,14 @@ class DmaGemm:
         self.run.close()
 
 
+def _cut(exchange: Exchange, height: int, rows: int | None, first: int | None, order: Order | str) -> RowTiles:
+    """The GPU's rows; slices as they are by default, unless rows are given."""
+    if rows is None:
+        rows = slice_rows_of(sum(exchange.send[1:]), exchange.row_bytes[GPU], height)
+        first = first or first_rows_of(rows, height)
+    return row_tiles(exchange.send, GPU, height, slice_rows=rows, first_rows=first, order=order)
+
+
 def embedding_exchange(
     num_tables: Sequence[int], dim: int, dtype: torch.dtype, batch: Sequence[int],
     layout: Layout | str = Layout.PACKED,
@@ -227,11 +234,14 @@ class DmaEmbedding:
 
     def __init__(
         self, device: Device, buffers: Buffers, weights: Sequence[torch.Tensor], *, slice_rows: int | None = None,
-        order: Order | str = Order.REMOTE, pace: Pace | str = Pace.STEP, mode: str = "sum",
-        shape: PoolShape | None = None, timeout_s: float | None = None, lanes: int = LANES,
+        first_rows: int | None = None, order: Order | str = Order.REMOTE, pace: Pace | str = Pace.STEP,
+        mode: str = "sum", shape: PoolShape | None = None, timeout_s: float | None = None, lanes: int = LANES,
         words_on_device: bool = WORDS_ON_DEVICE,
     ) -> None:  # fmt: skip
-        """`buffers` of `embedding_exchange`; `weights`: this rank's tables [rows, dim]; `slice_rows`: in samples."""
+        """`buffers` of `embedding_exchange`; `weights`: this rank's tables [rows, dim].
+
+        `slice_rows`, `first_rows`: in samples; see `DmaGemm`.
+        """
 
         exchange, self.shape = buffers.exchange, shape or PoolShape()
         self.T, self.D, self.B = len(weights), weights[0].shape[1], sum(exchange.send)
@@ -242,8 +252,7 @@ class DmaEmbedding:
             given = f"mode {mode!r}, {self.T} tables of dim {self.D} and {self.dtype}"
             raise ValueError(f"{given}: mode is sum or mean, and rows to send have {exchange.row_bytes[GPU]} bytes")
         height = self.shape.bags
-        rows = slice_rows or slice_rows_of(sum(exchange.send[1:]), exchange.row_bytes[GPU], height)
-        self.slice_rows, self.tiles = rows, row_tiles(exchange.send, GPU, height, slice_rows=rows, order=order)
+        self.tiles = _cut(exchange, height, slice_rows, first_rows, order)
         self.y = buffers.y[GPU][: exchange.y_bytes(GPU)].view(self.dtype).view(self.B, self.T, self.D)
         cores = device.driver.num_multiprocessors(device.index)
         self.kernel = BagLaunch(self.tiles, weights, self.B, cores, self.y.device, mode=mode, shape=self.shape)
@@ -283,5 +292,3 @@ class DmaEmbedding:
         """Waits for the last run."""
         self.run.close()
         self._placing.close()
-
-

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dovetail.ops.gpu.tiles import DESTINATION, END, FIRST, RowTiles
+import numpy as np
+
+from dovetail.ops.gpu.tiles import DESTINATION, END, FIRST, RowTiles, pieces
 from dovetail.plan.build.sliced import Done, Own, Slice, sliced_all_to_all
 from dovetail.plan.plan import ABSENT, Plan
 
@@ -25,9 +27,10 @@ if TYPE_CHECKING:
 
 GPU = 0
 #: A slice is worth its wait and its copy from about this size on.
-LEAST_SLICE_BYTES = 1 << 20
-#: Slices of all that is sent, if nothing else is asked for.
-NUM_SLICES = 24
+LEAST_SLICE_BYTES = 5 << 19
+#: Slices of all that is sent, if nothing else is asked for; the first one is so small a part of the others.
+NUM_SLICES = 12
+FIRST_PART = 16
 
 
 class Pace(StrEnum):
@@ -46,13 +49,22 @@ class Layout(StrEnum):
 
 
 def slice_rows_of(rows: int, row_bytes: int, tile_rows: int = 1, num_slices: int = NUM_SLICES) -> int:
-    """Rows of a slice: about `num_slices` in all, none below a megabyte, whole tiles.
+    """Rows of a slice: about `num_slices` in all, none below `LEAST_SLICE_BYTES`, whole tiles.
 
     >>> slice_rows_of(12288, 16384, 128)
-    512
+    1024
     """
     wanted = max(rows / num_slices, LEAST_SLICE_BYTES / max(row_bytes, 1))
     return max(1, round(wanted / tile_rows)) * tile_rows
+
+
+def first_rows_of(slice_rows: int, tile_rows: int = 1) -> int:
+    """Rows of the first slice: the sooner it is there, the sooner copies begin.
+
+    >>> first_rows_of(1024, 128), first_rows_of(1024)
+    (128, 64)
+    """
+    return min(max(slice_rows // FIRST_PART // tile_rows, 1) * tile_rows, slice_rows)
 
 
 class Slices(NamedTuple):
@@ -143,23 +155,24 @@ class Exchange:
             destination_offset=offset + (begin - first) * pitch, destination_pitch=pitch, mover=GPU,
         )  # fmt: skip
 
-    def _arriving(self, rows: int) -> Iterator[Slice]:
+    def _arriving(self, slice_rows: int | None, first_rows: int | None = None) -> Iterator[Slice]:
         """What the peers send: the rank before the GPU first, since everybody sends to the rank behind it first."""
-        for source in range(self.world - 1, 0, -1):
-            total = self.receive[source]
-            for begin in range(0, total, rows):
-                yield self._slice(source, GPU, 0, begin, min(begin + rows, total))
+        for source, begin, end in pieces(self.receive, range(self.world - 1, 0, -1), slice_rows, first_rows):
+            yield self._slice(source, GPU, 0, begin, end)
 
     def slices(self, tiles: RowTiles, pace: Pace | str = Pace.STEP) -> Slices:
         """The slices of a table of tiles, and what the peers send, cut as they are."""
         cuts = [(int(c[FIRST]), int(c[END]), int(c[DESTINATION])) for c in tiles.slices]
         first = [sum(self.send[:to]) for to in range(self.world)]
         leaving = [self._slice(GPU, to, first[to], begin, end) for begin, end, to in cuts]
-        arriving = list(self._arriving(max((end - begin for begin, end, _ in cuts), default=1)))
+        most = tiles.slice_rows or max((end - begin for begin, end, _ in cuts), default=1)
+        arriving = list(self._arriving(most, tiles.first_rows))
         remote = [k for k, piece in enumerate(leaving) if piece.destination != GPU]
         follows: list[int] = []
-        if Pace(pace) is Pace.STEP and remote:  # the n-th of one for the n-th of the other, if there are as many
-            follows = [remote[-(-(n + 1) * len(remote) // len(arriving)) - 1] for n in range(len(arriving))]
+        if Pace(pace) is Pace.STEP and remote and arriving:
+            # So large a part of all rows is there when the GPU has as large a part of its own.
+            done, there = (np.cumsum([s.rows for s in side]) for side in ([leaving[k] for k in remote], arriving))
+            follows = [remote[k] for k in np.searchsorted(done * there[-1], there * done[-1])]
         return Slices(leaving, arriving, follows)
 
     def sliced(self, tiles: RowTiles, *, pace: Pace | str = Pace.STEP, lanes: int = 1) -> Plan:
@@ -175,12 +188,10 @@ class Exchange:
         them in turn.
         """
         leaving = []
-        for to in range(1, self.world):
-            first, rows = sum(self.send[:to]), self.send[to]
-            for begin in range(first, first + rows, slice_rows or max(rows, 1)):
-                end = min(begin + (slice_rows or rows), first + rows)
-                leaving.append(self._slice(GPU, to, first, begin, end))
-        arriving = self._arriving(slice_rows or max(1, *self.receive))
+        for to, begin, end in pieces(self.send, range(1, self.world), slice_rows):
+            first = sum(self.send[:to])
+            leaving.append(self._slice(GPU, to, first, first + begin, first + end))
+        arriving = self._arriving(slice_rows)
         return self._plan([*leaving, *arriving], {}, ready=frozenset(range(self.world)), lanes=lanes)
 
     def _plan(

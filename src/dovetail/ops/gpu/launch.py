@@ -6,11 +6,16 @@ with; who waits for the flags is not its business.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from dovetail.ops.gpu.tiles import Blocks, RowTiles
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.ops.gpu.tiles import SLICE, Blocks, RowTiles
 
 if TYPE_CHECKING:
     import torch
@@ -18,105 +23,150 @@ if TYPE_CHECKING:
 
 #: Steps of a tile's depth that each part of K has at least: several programs to a tile must be worth the sum.
 _PART_STEPS = 4
-#: Waves of tiles up to which a whole product is computed in parts: it takes memory for each of them, in fp32.
-_MOST_WAVES = 4
+#: Waves of tiles up to which a product is computed in parts: it takes memory for them, in fp32, and gains little.
+_MOST_WAVES = 8
+_MOST_PARTS = 4
+#: Looks at another part of the same tile, a microsecond each; it has begun before.
+_LOOKS = 1 << 22
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
-    """The first row tiles of a product, which are to be finished early: several programs to a tile, a part of K each.
+class SplitK(StrEnum):
+    """Which row tiles of a product are computed by several programs to a tile, each over a part of K."""
 
-    How many row tiles it has follows from the product (`head_tiles`), or it is the whole of it.
-    """
-
-    parts: int = 2
-    is_whole: bool = False
+    NONE = "none"
+    HEAD = "head"  #: the first ones, so that there are as few waves as can be: see `few_waves`
+    TAIL = "tail"  #: as many of the last ones
+    HALVES = "halves"  #: all, by two
 
 
-def waves(num_tiles: int, columns: int, programs: int, head: int = 0, parts: int = 2) -> float:
+def waves(num_tiles: int, columns: int, programs: int, split: int = 0, parts: int = 1) -> float:
     """How often a tile's time a product takes: `num_tiles` row tiles of so many columns on so many programs.
 
-    The first `head` row tiles are computed by `parts` programs to a tile, in that part of the time.
+    `split` row tiles are computed by `parts` programs to a tile, in that part of the time.
 
-    >>> waves(20, 16, 132), waves(20, 16, 132, head=4), waves(20, 16, 132, head=20, parts=4)
-    (3.0, 2.5, 2.5)
+    >>> waves(20, 16, 132), waves(20, 16, 132, 4, 2), waves(21, 16, 132, 5, 3)
+    (3.0, 2.5, 2.6666666666666665)
     """
-    return -(-parts * head * columns // programs) / parts + -(-(num_tiles - head) * columns // programs)
+    return -(-parts * split * columns // programs) / parts + -(-(num_tiles - split) * columns // programs)
 
 
-def head_tiles(num_tiles: int, columns: int, programs: int, parts: int = 2) -> int:
-    """How many row tiles a head has: as many as make the fewest waves, the most of those, in a wave at most.
+def few_waves(num_tiles: int, columns: int, programs: int) -> tuple[int, int]:
+    """(row tiles to split, programs to each of their tiles): what makes the fewest waves, with the fewest parts.
 
-    >>> head_tiles(20, 16, 132), head_tiles(132, 32, 132), head_tiles(20, 16, 132, parts=4)
-    (4, 2, 4)
+    None, (0, 1), if none makes fewer.
+
+    >>> few_waves(20, 16, 132), few_waves(21, 16, 132), few_waves(132, 32, 132)
+    ((4, 2), (5, 3), (0, 1))
     """
-    most = min(num_tiles, programs // max(columns, 1))
-    if most < 1:
-        return 0
-    return -min((waves(num_tiles, columns, programs, head, parts), -head) for head in range(1, most + 1))[1]
+    found = [(waves(num_tiles, columns, programs), 1, 0)]
+    for parts in range(2, _MOST_PARTS + 1):
+        most = min(num_tiles, programs // max(columns, 1))
+        found += [(waves(num_tiles, columns, programs, number, parts), parts, -number) for number in range(1, most + 1)]
+    _, parts, number = min(found)
+    return -number, parts
+
+
+def parts_of(split: SplitK | str, num_tiles: int, columns: int, programs: int, steps: int) -> tuple[int, ...]:
+    """How many programs compute a tile of each row tile; `steps`: of a tile's depth, in K.
+
+    >>> parts_of("head", 6, 4, 16, 100)
+    (2, 2, 1, 1, 1, 1)
+    """
+    split = SplitK(split)
+    number, parts = (0, 1) if split is SplitK.NONE else (num_tiles, 2)
+    if split in (SplitK.HEAD, SplitK.TAIL):
+        number, parts = few_waves(num_tiles, columns, programs)
+    if steps < parts * _PART_STEPS or num_tiles * columns > _MOST_WAVES * programs:
+        number = 0
+    split_ones, others = (parts,) * number, (1,) * (num_tiles - number)
+    return others + split_ones if split is SplitK.TAIL else split_ones + others
+
+
+def task_table(
+    tiles: RowTiles, columns: int, steps: int, parts: Sequence[int], group: int
+) -> tuple[NDArray[np.int64], int, int]:  # fmt: skip
+    """(what every program computes, sums to keep, tiles of several parts); see `gemm_tasks_kernel` for the columns.
+
+    Row tiles of as many parts go together, `group` at a time, column by column, so that programs side by side share
+    what they load. The last part of a tile is behind the others.
+    """
+    rows: list[tuple[int, ...]] = []
+    sums = split_tiles = 0
+    for alike, run in itertools.groupby(range(len(parts)), key=lambda r: parts[r]):
+        members = list(run)
+        for some in (members[at : at + group] for at in range(0, len(members), group)):
+            for column in range(columns):
+                for part in range(alike):
+                    for place, row in enumerate(some):
+                        first, end, _, _, number = (int(v) for v in tiles.tiles[row])
+                        last = part == alike - 1
+                        kept = sums + place * (alike - 1)
+                        begin, stop = part * steps // alike, (part + 1) * steps // alike
+                        rows.append((
+                            first, end, column, begin, stop, alike if last else -1, kept + (0 if last else part),
+                            split_tiles + place, number, int(tiles.also[row]) if tiles.also is not None else number,
+                        ))  # fmt: skip
+                if alike > 1:
+                    sums += len(some) * (alike - 1)
+                    split_tiles += len(some)
+    return np.array(rows, np.int64).reshape(-1, 10), sums, split_tiles
 
 
 class GemmLaunch:
     """y = x @ w.T of given sizes, by rows in the order of a table of tiles.
 
     Nothing can be sent before the first tiles are finished, and a last wave that is not full leaves programs idle.
-    A head helps with both.
+    Several programs to a tile help with both.
     """
 
     def __init__(
         self, tiles: RowTiles, n: int, k: int, multiprocessors: int, where: torch.device, *,
-        blocks: Blocks, head: Head | None = None,
+        blocks: Blocks, split: SplitK | str = SplitK.NONE, parts: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
-        """`head`: there is none if K is too short for its parts, or if there are too many tiles for a whole one."""
+        """`parts`: programs to a tile of each row tile, instead of those of `split`."""
         import torch
 
         self.N, self.K, self.blocks, self._tiles = n, k, blocks, tiles
         self._tables = _Tables(tiles, where)
         self._programs = multiprocessors
-        columns, num_tiles = -(-n // blocks.width), len(tiles.tiles)
-        #: Row tiles of the head, and programs to each of their tiles.
-        self.head, self.parts = 0, 1
-        if head and head.parts * _PART_STEPS * blocks.depth <= k:
-            self.parts = head.parts
-            if not head.is_whole:
-                self.head = head_tiles(num_tiles, columns, self._programs, head.parts)
-            elif num_tiles * columns <= _MOST_WAVES * self._programs:
-                self.head = num_tiles
-        self._rest = self._tables.tiles[self.head :].clone()
-        sums = (self.head * columns, self.parts, blocks.height, blocks.width)
-        self._sums = torch.empty(sums, dtype=torch.float32, device=where)
-        self._arrivals = torch.zeros(self.head * columns, dtype=torch.int64, device=where)
+        columns, num_tiles, steps = -(-n // blocks.width), len(tiles.tiles), -(-k // blocks.depth)
+        self.split = SplitK(split)
+        #: Programs to a tile, of each row tile.
+        self.parts = tuple(parts or parts_of(split, num_tiles, columns, multiprocessors, steps))
+        if len(self.parts) != num_tiles or min(self.parts, default=1) < 1 or max(self.parts, default=1) > max(steps, 1):
+            raise ValueError(f"parts {self.parts} for {num_tiles} row tiles and {steps} steps of K")
+        self._tasks: torch.Tensor | None = None
+        if any(number > 1 for number in self.parts):
+            table, sums, split_tiles = task_table(tiles, columns, steps, self.parts, blocks.group)
+            self._tasks = torch.from_numpy(table).to(where)
+            self._sums = torch.empty((sums, blocks.height, blocks.width), dtype=torch.float32, device=where)
+            self._arrivals = torch.zeros(split_tiles, dtype=torch.int64, device=where)
 
     def __call__(
         self, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, flags: torch.Tensor | None = None, value: int = 0
     ) -> None:
         """Launches it in torch's current stream. `flags`: the addresses of the slices' words, which get `value`."""
-        from dovetail.ops.kernels.gemm import gemm_parts_kernel, gemm_slices_kernel
+        from dovetail.ops.kernels.gemm import gemm_slices_kernel, gemm_tasks_kernel
 
         b, t = self.blocks, self._tables
         flags = t.no_flags if flags is None else flags
         how = {
-            "BM": b.height, "BN": b.width, "BK": b.depth, "GROUP": b.group, "EVEN_M": self._tiles.is_even(b.height),
+            "BM": b.height, "BN": b.width, "BK": b.depth, "EVEN_M": self._tiles.is_even(b.height),
             "EVEN_N": self.N % b.width == 0, "EVEN_K": self.K % b.depth == 0, "PRECISION": "ieee",
             "SOFT": not x.is_cuda, "num_warps": b.warps, "num_stages": b.stages,
         }  # fmt: skip
-        if not self.N:
+        if not self.N or not len(t.tiles):
             return
-        try:
-            if self.head:
-                gemm_parts_kernel[(self.parts * len(self._arrivals),)](
-                    x, w, y, t.tiles, t.slice_tiles, t.counters, flags, self._sums, self._arrivals, value,
-                    self.head, self.N, self.K, PARTS=self.parts, **how,
-                )  # fmt: skip
-            if len(self._rest):
-                gemm_slices_kernel[(self._programs,)](
-                    x, w, y, self._rest, t.slice_tiles, t.counters, flags, value, len(self._rest), self.N, self.K,
-                    PROGRAMS=self._programs, **how,
-                )  # fmt: skip
-        except BaseException:
-            t.counters.zero_()  # behind a head that counted tiles of slices which nobody completes now
-            self._arrivals.zero_()
-            raise
+        if self._tasks is not None:
+            gemm_tasks_kernel[(len(self._tasks),)](
+                x, w, y, self._tasks, t.slice_tiles, t.counters, flags, self._sums, self._arrivals, value, _LOOKS,
+                self.N, self.K, **how,
+            )  # fmt: skip
+        else:
+            gemm_slices_kernel[(self._programs,)](
+                x, w, y, t.tiles, t.also, t.slice_tiles, t.counters, flags, value, len(t.tiles), self.N, self.K,
+                GROUP=b.group, PROGRAMS=self._programs, ACROSS=t.is_across, **how,
+            )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,5 +263,8 @@ class _Tables:
         import torch
 
         self.tiles, self.slice_tiles = (torch.from_numpy(a.copy()).to(where) for a in (tiles.tiles, tiles.slice_tiles))
+        also = tiles.tiles[:, SLICE] if tiles.also is None else tiles.also
+        self.is_across = bool((also != tiles.tiles[:, SLICE]).any())
+        self.also = torch.from_numpy(also.copy()).to(where)
         self.counters = torch.zeros(max(1, len(tiles.slices)), dtype=torch.int64, device=where)
         self.no_flags = torch.zeros_like(self.counters)

@@ -23,9 +23,9 @@ from dovetail.hw.gpu.driver import WORD, WRITE
 from dovetail.hw.gpu.group import GpuGroup
 from dovetail.ops import calls
 from dovetail.ops.gpu import tiles
-from dovetail.ops.gpu.exchange import slice_rows_of
-from dovetail.ops.gpu.launch import BagLaunch, GemmLaunch, PoolShape
-from dovetail.ops.gpu.tiles import END, FIRST, Order, RowTiles, row_tiles
+from dovetail.ops.gpu.exchange import first_rows_of, slice_rows_of
+from dovetail.ops.gpu.launch import BagLaunch, GemmLaunch, PoolShape, SplitK
+from dovetail.ops.gpu.tiles import END, FIRST, Order, RowTiles, across, row_tiles
 from dovetail.ops.group import NUM_WORDS, OpsGroup
 from dovetail.plan import passes
 from dovetail.plan.build.sliced import Own, Slice, sliced_all_to_all
@@ -53,7 +53,9 @@ class Pattern(NamedTuple):
 
     def cut(self, rank: int, height: int, order: Order | str) -> RowTiles:
         """A rank's tiles of so many rows, and its slices."""
-        return row_tiles(self.send[rank], rank, height, slice_rows=self.slice_rows(rank), order=order)
+        rows = self.slice_rows(rank)
+        first = first_rows_of(rows, _STEP)
+        return row_tiles(self.send[rank], rank, height, slice_rows=rows, first_rows=first, order=order)
 
     def slices(self, rank: int, order: Order | str) -> list[Slice]:
         """What a rank sends, in its order, and what stays."""
@@ -221,7 +223,8 @@ def _products(
     blocks = tiles.gemm_blocks(rows, c.n, c.k, c.dtype.itemsize, m.cores)
 
     def made() -> GemmLaunch:
-        return GemmLaunch(pattern.cut(rank, blocks.height, order), c.n, c.k, m.cores, y.device, blocks=blocks)
+        cut = across(pattern.cut(rank, blocks.height, order), blocks.height)
+        return GemmLaunch(cut, c.n, c.k, m.cores, y.device, blocks=blocks, split=SplitK.TAIL)
 
     kernel, flags = sliced.kernel((c.n, c.k, c.dtype), made, y.device)
 

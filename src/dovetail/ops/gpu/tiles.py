@@ -6,8 +6,8 @@ destination, so uneven splits and ragged sizes are the same case; rows that go t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -34,6 +34,9 @@ class RowTiles:
     tiles: NDArray[np.int64]  #: [tiles, 5]: first row, end row, destination, row in its buffer, slice
     slices: NDArray[np.int64]  #: [slices, 5]: first row, end row, destination, row in its buffer, number of tiles
     segments: NDArray[np.int64]  #: [destinations, 3], in order: destination, first tile, end tile; may be empty
+    slice_rows: int | None = None  #: how slices were cut, see `pieces`
+    first_rows: int | None = None
+    also: NDArray[np.int64] | None = None  #: [tiles]: the other slice that a tile has rows of, or its own; see `across`
 
     @property
     def slice_tiles(self) -> NDArray[np.int64]:
@@ -56,12 +59,41 @@ def destinations(world: int, rank: int, order: Order | str = Order.REMOTE) -> li
     return [(first + k) % world for k in range(world)]
 
 
+def pieces(
+    rows: Sequence[int], order: Sequence[int], slice_rows: int | None = None, first_rows: int | None = None
+) -> Iterator[tuple[int, int, int]]:
+    """(place, begin, end) of slices: `rows[place]` are cut into slices, for each place of `order` in turn.
+
+    The last slice of a place may have less than `slice_rows`; by default there is one. With `first_rows` the first
+    slice has so many and each has twice as many as the one before until they have `slice_rows`, and what would be less
+    than half a slice at the end of a place goes with the one before.
+
+    >>> list(pieces([0, 5, 3], [1, 2], 2))
+    [(1, 0, 2), (1, 2, 4), (1, 4, 5), (2, 0, 2), (2, 2, 3)]
+    >>> list(pieces([9, 9], [0, 1], 4, 1))
+    [(0, 0, 1), (0, 1, 3), (0, 3, 9), (1, 0, 4), (1, 4, 9)]
+    """
+    size = first_rows
+    for place in order:
+        begin, total = 0, rows[place]
+        while begin < total:
+            if size is None or slice_rows is None:
+                end = min(begin + (slice_rows or total), total)
+            else:
+                end = begin + min(size, slice_rows)
+                end = total if total - end < (end - begin + 1) // 2 else end
+                size *= 2
+            yield place, begin, end
+            begin = end
+
+
 def row_tiles(
     rows: Sequence[int],
     rank: int,
     height: int,
     *,
     slice_rows: int | None = None,
+    first_rows: int | None = None,
     order: Order | str = Order.REMOTE,
     rows_before: Sequence[int] | None = None,
 ) -> RowTiles:
@@ -70,38 +102,81 @@ def row_tiles(
     Args:
         rows: how many rows go to each rank; they lie in the order of the ranks.
         height: rows of a tile, the last of a slice may have less.
-        slice_rows: rows of a slice, the last one of a destination may have less; by default a destination is one slice.
+        slice_rows, first_rows: rows of a slice, and of the first one; see `pieces`.
         rows_before: where this rank's rows begin in each destination's buffer; 0 by default.
 
     Two ranks, rank 0, 5 and 3 rows, height 2: tiles 5-7, 7-8 (for rank 1), 0-2, 2-4, 4-5.
     """
-    if height < 1 or (slice_rows is not None and slice_rows < 1):
-        raise ValueError(f"height and slice_rows are at least 1, not {height} and {slice_rows}")
+    if height < 1 or (slice_rows is not None and slice_rows < 1) or (first_rows is not None and first_rows < 1):
+        given = f"{height}, {slice_rows} and {first_rows}"
+        raise ValueError(f"height, slice_rows and first_rows are at least 1, not {given}")
     if any(n < 0 for n in rows):
         raise ValueError(f"numbers of rows are not negative: {list(rows)}")
     before = [0] * len(rows) if rows_before is None else rows_before
     if len(before) != len(rows):
         raise ValueError(f"rows_before has {len(before)} numbers for {len(rows)} ranks")
     begins = np.concatenate(([0], np.cumsum(np.asarray(rows, np.int64))))
+    served = destinations(len(rows), rank, order)
     tiles: list[NDArray[np.int64]] = []
     slices: list[tuple[int, int, int, int, int]] = []
-    segments = np.zeros((len(rows), 3), np.int64)
+    ends = [0] * len(rows)
     count = 0
-    for k, to in enumerate(destinations(len(rows), rank, order)):
-        begin, end = int(begins[to]), int(begins[to + 1])
-        segments[k] = to, count, count
-        for at in range(begin, end, slice_rows or max(rows[to], 1)):
-            stop = min(at + (slice_rows or rows[to]), end)
-            first = np.arange(at, stop, height, dtype=np.int64)
-            part = np.empty((len(first), 5), np.int64)
-            part[:, FIRST], part[:, END] = first, np.minimum(first + height, stop)
-            part[:, DESTINATION], part[:, ROW], part[:, SLICE] = to, first - begin + before[to], len(slices)
-            tiles.append(part)
-            slices.append((at, stop, to, at - begin + int(before[to]), len(first)))
-            count += len(first)
-        segments[k, 2] = count
+    for to, at, stop in pieces(rows, served, slice_rows, first_rows):
+        first = np.arange(at, stop, height, dtype=np.int64)
+        part = np.empty((len(first), 5), np.int64)
+        part[:, FIRST], part[:, END] = begins[to] + first, begins[to] + np.minimum(first + height, stop)
+        part[:, DESTINATION], part[:, ROW], part[:, SLICE] = to, first + before[to], len(slices)
+        tiles.append(part)
+        slices.append((int(begins[to]) + at, int(begins[to]) + stop, to, at + int(before[to]), len(first)))
+        count += len(first)
+        ends[to] = count
+    segments = np.zeros((len(rows), 3), np.int64)
+    begin = 0
+    for k, to in enumerate(served):
+        segments[k] = to, begin, max(begin, ends[to])
+        begin = int(segments[k, 2])
     table = np.concatenate(tiles) if tiles else np.zeros((0, 5), np.int64)
-    return RowTiles(table, np.array(slices, np.int64).reshape(-1, 5), segments)
+    return RowTiles(table, np.array(slices, np.int64).reshape(-1, 5), segments, slice_rows, first_rows)
+
+
+def across(made: RowTiles, height: int) -> RowTiles:
+    """The same slices with as few tiles as can be: one may have the last rows of a slice and the first of the next.
+
+    For results that lie in one piece, whatever the destinations; a tile has rows of two slices at most. Columns
+    `destination` and `row` are those of its first row.
+
+    Two slices of 3 and 5 rows, height 4: rows 0-3 (of both) and 4-7, instead of 0-2, 3-6 and 7.
+    """
+    tiles: list[tuple[int, int, int, int, int]] = []
+    also: list[int] = []
+    counts = np.zeros(len(made.slices), np.int64)
+    for run in _runs(made.slices):
+        place, row, end = 0, int(made.slices[run[0], FIRST]), int(made.slices[run[-1], END])
+        while row < end:
+            while made.slices[run[place], END] <= row:
+                place += 1
+            number, behind = run[place], run[min(place + 1, len(run) - 1)]
+            stop = min(row + height, int(made.slices[behind, END]))
+            other = behind if stop > made.slices[number, END] else number
+            first, _, to, at, _ = (int(v) for v in made.slices[number])
+            tiles.append((row, stop, to, at + row - first, number))
+            also.append(other)
+            counts[list({number, other})] += 1
+            row = stop
+    cut = made.slices.copy()
+    cut[:, NUM_TILES] = counts
+    table = np.array(tiles, np.int64).reshape(-1, 5)
+    return replace(made, tiles=table, slices=cut, segments=made.segments[:0], also=np.array(also, np.int64))
+
+
+def _runs(slices: NDArray[np.int64]) -> list[list[int]]:
+    """Slices that follow each other in memory."""
+    found: list[list[int]] = []
+    for k, entry in enumerate(slices):
+        if not found or slices[found[-1][-1], END] != entry[FIRST]:
+            found.append([])
+        found[-1].append(k)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

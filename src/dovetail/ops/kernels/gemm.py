@@ -12,10 +12,17 @@ buffer, slice. EVEN_M: every row tile has BM rows; EVEN_N, EVEN_K: N, K are mult
 import triton
 import triton.language as tl
 
-from dovetail.language.kernels.device import arrive, signal
+from dovetail.language.kernels.device import arrive, fence, signal
 from dovetail.ops.kernels.rounding import narrow, widen
 
 FIRST, END, DESTINATION, ROW, SLICE, FIELDS = (tl.constexpr(n) for n in range(6))
+# Columns of a table of tasks: rows from first to end - 1; which columns of w, in tiles; K from begin to stop - 1, in
+# steps of BK; how many parts the tile has if this is the last one, otherwise -1; where in `sums` this part is put, or
+# the first of its tile if it is the last; which of `arrivals` is the tile's; the slices of its first and last rows.
+TASK_FIRST, TASK_END, TASK_COLUMN, TASK_BEGIN, TASK_STOP, TASK_PARTS, TASK_SUM, TASK_TILE, TASK_SLICE, TASK_ALSO = (
+    tl.constexpr(n) for n in range(10)
+)
+TASK_FIELDS = tl.constexpr(10)
 
 
 @triton.jit
@@ -91,11 +98,22 @@ def store_tile(
         tl.store(at, value, mask=(rows[:, None] < num_rows) & (columns[None, :] < num_columns))
 
 
+@triton.jit
+def finished(number, slice_tiles, counters, flags, value, columns, there):
+    """A tile of a slice is stored: who stored the last one raises the slice's flag. `there`: it has rows of it."""
+    fence()
+    count = tl.atomic_add(counters + number, 1, mask=there, sem="acq_rel", scope="gpu") + 1
+    flag = tl.load(flags + number)
+    last = there & (count % (tl.load(slice_tiles + number) * columns) == 0) & (flag != 0)
+    signal(flag.to(tl.pointer_type(tl.int64)), value, last)
+
+
 @triton.jit(do_not_specialize=["num_tiles", "value"])
 def gemm_slices_kernel(
-    x, w, y, tiles, slice_tiles, counters, flags, value: tl.int64, num_tiles: tl.int32, N, K,
+    x, w, y, tiles, also, slice_tiles, counters, flags, value: tl.int64, num_tiles: tl.int32, N, K,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
-    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, SOFT: tl.constexpr,
+    ACROSS: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr, SOFT: tl.constexpr,
 ):  # fmt: skip
     """y = x @ w.T on this rank; whoever finishes a slice of rows raises that slice's flag. It waits for nobody.
 
@@ -103,7 +121,8 @@ def gemm_slices_kernel(
         x, w, y: pointers, of one dtype; y lies on this rank, row r of it is row r of x.
         tiles: the table of row tiles, int64 [num_tiles, 5], in the order in which they are computed. Columns
             `destination` and `row` are not read.
-        slice_tiles: int64, how many row tiles each slice has.
+        also: int64 [num_tiles], the slice of a row tile's last rows, read if ACROSS: some are of two slices.
+        slice_tiles: int64, how many row tiles have rows of each slice.
         counters: int64, one per slice, zero before the first run; they count on from run to run.
         flags: int64, one per slice: the address of its 64-bit word, in device or pinned host memory; 0 if nobody
             waits for it.
@@ -127,59 +146,83 @@ def gemm_slices_kernel(
         )  # fmt: skip
         at = y + first * N + column
         store_tile(at, acc, num_rows, N - column, N, y.dtype.element_ty, BM, BN, EVEN_M, EVEN_N, SOFT)
-        last = arrive(counters + part, tl.load(slice_tiles + part) * columns)
-        flag = tl.load(flags + part)
-        signal(flag.to(tl.pointer_type(tl.int64)), value, last & (flag != 0))
+        finished(part, slice_tiles, counters, flags, value, columns, num_rows > 0)
+        if ACROSS:
+            other = tl.load(also + row_tile)
+            finished(other, slice_tiles, counters, flags, value, columns, other != part)
 
 
-@triton.jit(do_not_specialize=["num_tiles", "value"])
-def gemm_parts_kernel(
-    x, w, y, tiles, slice_tiles, counters, flags, sums, arrivals, value: tl.int64, num_tiles: tl.int32, N, K,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+@triton.jit
+def halves(acc, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The left and the right columns of a tile: two values, for what must not be in registers at once."""
+    return tl.split(acc.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1))
+
+
+@triton.jit
+def others_added(acc, sums, column, num_others, BM: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr):
+    """`acc`, WIDTH columns of a tile from `column` on, and the same of `num_others` tiles in `sums`, in their order."""
+    at = sums + tl.arange(0, BM)[:, None] * BN + (column + tl.arange(0, WIDTH)[None, :])
+    for _ in range(num_others):
+        acc += tl.load(at, cache_modifier=".cg")
+        at += BM * BN
+    return acc
+
+
+@triton.jit(do_not_specialize=["value", "bound"])
+def gemm_tasks_kernel(
+    x, w, y, tasks, slice_tiles, counters, flags, sums, arrivals, value: tl.int64, bound: tl.int64, N, K,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, SOFT: tl.constexpr,
 ):  # fmt: skip
-    """The same for the first row tiles of a table, sooner: PARTS programs to a tile, each over its part of K.
+    """The same by one program to a task, a tile or a part of K of it; `gemm_slices_kernel` has the other arguments.
 
-    Nobody waits: who comes last adds all parts, in their order, so the bits don't depend on who it is.
-    `gemm_slices_kernel` has the other arguments and computes the other row tiles, with the same counters: a slice may
-    have tiles of both.
+    The program with the last part of a tile adds the others to its own, in their order, so the bits are always the
+    same. It waits for them: they have lower numbers, so they began before and wait for nobody. If one does not come
+    within `bound` looks, the tile is not stored and its flag is not raised.
 
     Args:
-        tiles: the table; its first `num_tiles` row tiles are computed. The grid is PARTS programs for each of their
-            tiles, and K has at least PARTS * BK elements.
-        sums: fp32 [tiles, PARTS, BM, BN], memory to work in; nothing of it is read that was not written in this run.
-        arrivals: int64, one per tile, zero before the first run; they count on from run to run.
-
-    K 224, BK 64, three parts: 64, 64 and 96 elements.
+        tasks: int64 [programs, 10], see the columns at the top.
+        sums: fp32 [parts but the last of each tile, BM, BN], memory to work in.
+        arrivals: int64, one per tile of several parts, zero before the first run; they count on from run to run.
     """
-    columns = tl.cdiv(N, BN)
-    tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
-    row_tile, column_tile = locate(tile, 0, num_tiles, columns, GROUP)
-    entry = tiles + row_tile * FIELDS
-    first = tl.load(entry + FIRST)
-    num_rows = (tl.load(entry + END) - first).to(tl.int32)
-    column = column_tile * BN
-    steps = tl.cdiv(K, BK)
-    begin = part * steps // PARTS * BK
-    extent = tl.minimum((part + 1) * steps // PARTS * BK, K) - begin
+    task = tasks + tl.program_id(0) * TASK_FIELDS
+    first, end = tl.load(task + TASK_FIRST), tl.load(task + TASK_END)
+    column, begin = tl.load(task + TASK_COLUMN) * BN, tl.load(task + TASK_BEGIN) * BK
+    extent = tl.minimum(tl.load(task + TASK_STOP) * BK, K) - begin
+    parts, place = tl.load(task + TASK_PARTS).to(tl.int32), tl.load(task + TASK_SUM)
+    arrival = arrivals + tl.load(task + TASK_TILE)
+    number, other = tl.load(task + TASK_SLICE), tl.load(task + TASK_ALSO)
+    num_rows, num_columns = (end - first).to(tl.int32), (N - column).to(tl.int32)
     acc = product_of_part(
-        x + first * K + begin, w + column.to(tl.int64) * K + begin, num_rows, N - column, extent, K,
+        x + first * K + begin, w + column * K + begin, num_rows, num_columns, extent.to(tl.int32), K,
         BM, BN, BK, EVEN_M, EVEN_N, EVEN_K, PRECISION, SOFT,
     )  # fmt: skip
-    mine = sums + tile.to(tl.int64) * (PARTS * BM * BN)
-    tl.store(mine + part * (BM * BN) + tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :], acc)
-    if arrive(arrivals + tile, PARTS):
-        # A few rows at a time, also its own: a tile's sum and another part beside it would not fit the registers.
-        ROWS: tl.constexpr = min(BM, 32)
-        some = tl.arange(0, ROWS)[:, None] * BN + tl.arange(0, BN)[None, :]
-        for row in range(0, BM, ROWS):
-            total = tl.load(mine + row * BN + some, cache_modifier=".cg")
-            for other in tl.static_range(1, PARTS):
-                total += tl.load(mine + (other * BM + row) * BN + some, cache_modifier=".cg")
-            at = y + (first + row) * N + column
-            left = num_rows - row
-            store_tile(at, total, left, N - column, N, y.dtype.element_ty, ROWS, BN, EVEN_M, EVEN_N, SOFT)
-        number = tl.load(entry + SLICE)
-        last = arrive(counters + number, tl.load(slice_tiles + number) * columns)
-        flag = tl.load(flags + number)
-        signal(flag.to(tl.pointer_type(tl.int64)), value, last & (flag != 0))
+    mine = sums + place * (BM * BN)
+    if parts < 0:  # not the last part of its tile
+        tl.store(mine + tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :], acc)
+        arrive(arrival, 2)
+    else:
+        there = tl.full((), 1, tl.int1)
+        if parts > 1:
+            seen = tl.atomic_add(arrival, 0, sem="acquire", scope="gpu")
+            looks = tl.full((), 1, tl.int64)
+            while (seen % parts != parts - 1) & (looks < bound):
+                seen = tl.atomic_add(arrival, 0, sem="acquire", scope="gpu")
+                looks += 1
+            there = seen % parts == parts - 1
+            fence()
+        at = y + first * N + column
+        WIDTH: tl.constexpr = BN // 4
+        left, right = halves(acc, BM, BN)
+        a, b = halves(left, BM, BN // 2)
+        c, d = halves(right, BM, BN // 2)
+        quarters = (a, b, c, d)
+        for k in tl.static_range(4):
+            part = others_added(quarters[k], mine, k * WIDTH, parts - 1, BM, BN, WIDTH)
+            wide = num_columns - k * WIDTH
+            store_tile(at + k * WIDTH, part, num_rows, wide, N, y.dtype.element_ty, BM, WIDTH, EVEN_M, EVEN_N, SOFT)
+        if parts > 1:
+            arrive(arrival, parts)
+        columns = tl.cdiv(N, BN)
+        finished(number, slice_tiles, counters, flags, value, columns, there)
+        finished(other, slice_tiles, counters, flags, value, columns, there & (other != number))
