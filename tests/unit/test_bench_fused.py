@@ -353,7 +353,8 @@ def test_every_form_is_measured(host: Host) -> None:
         assert {c.role for c in fused[2:]} == {Role.ABLATION}
         changed = [{k for k in fused[0].setting if k != "slice_rows" and c.setting[k] != fused[0].setting[k]}
                    for c in fused[2:]]  # fmt: skip
-        assert changed == [{"slices"}, *[{"first"}] * grown, *[{"order"}] * (each.ratio == 1), *[{"layout"}] * (not gemm)]
+        expected = [{"slices"}, *[{"first"}] * grown, *[{"order"}] * (each.ratio == 1), *[{"layout"}] * (not gemm)]
+        assert changed == expected
         assert each.taken(Kind.DMA) is fused[0]
         assert each.checks == len(each.cells) + max(4, len(fused)) + len(fused)
         assert each.gated_checks == each.checks - len(each.cells)
@@ -364,8 +365,8 @@ def test_every_form_is_measured(host: Host) -> None:
         assert {c.kind for c in each.cells if c.host_us} == {Kind.UNFUSED, Kind.DECOMPOSED, Kind.DMA}
         assert sum(c.host_us is not None for c in each.cells) == 3
         assert set(each.pilot) == {
-            "collective", "tile", "computation", "fused tile", "slices", "first slice", "layout and lanes", "chunks by torch",
-            "chunks by our kernel",
+            "collective", "tile", "computation", "fused tile", "slices", "first slice", "layout and lanes",
+            "chunks by torch", "chunks by our kernel",
         }  # fmt: skip
         assert {"whole", "whole 2 lanes", "5 slices 2 lanes"} <= set(each.pilot["collective"])
         assert len(each.pilot["collective"]) == (3 if gemm else 6)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from dovetail.kv.choose import CANDIDATES, Estimate, Path, Shape
-from dovetail.kv.learn import AGAIN, FORGET, REACH, SETTLED, TRIALS, Learner, Request
+from dovetail.kv.learn import AGAIN, FORGET, RARELY, REACH, SETTLED, TRIALS, Learner, Request
 from dovetail.kv.planner import Direction
 
 MB = 1 << 20
@@ -30,10 +30,28 @@ def run(one: Request, number: int, time_us: Callable[[Path], float]) -> Counter[
     """So many requests, each over before the next."""
     taken: Counter[Path] = Counter()
     for _ in range(number):
-        path = one.choose(is_timed=True).path
-        one.note(path, time_us(path))
+        is_due = one.is_due()
+        path = one.choose(is_timed=is_due).path
+        if is_due:
+            one.note(path, time_us(path))
         taken[path] += 1
     return taken
+
+
+def test_few_are_timed_where_nothing_is_tried() -> None:
+    """All while there is something to find out, then one of `RARELY`; what becomes slow is noticed all the same."""
+    one = request(TWO)
+    due = []
+    for _ in range(2 * TRIALS + 10 * RARELY):
+        due.append(one.is_due())
+        path = one.choose(is_timed=due[-1]).path
+        if due[-1]:
+            one.note(path, TWO[path])
+    assert all(due[: 2 * TRIALS])
+    assert 8 <= sum(due[2 * TRIALS :]) <= 14
+    slow = TWO | {Path.DMA_2D: 4000.0}
+    run(one, RARELY + TRIALS, slow.__getitem__)
+    assert one.choose(is_timed=False).path is Path.STAGED
 
 
 TIMES = some.fixed_dictionaries(dict.fromkeys(CANDIDATES, some.floats(100.0, 10_000.0)))
@@ -133,12 +151,12 @@ def test_a_time_that_somebody_disturbed_does_not_change_the_choice() -> None:
 
 @pytest.mark.parametrize("slower", [Path.DMA_2D, Path.STAGED])
 def test_a_machine_that_changes_is_followed(slower: Path) -> None:
-    """The best gets slower: seen at once. Another gets faster: seen at its next trial, and then at once."""
+    """The best gets slower: seen when one is timed, and then at once. Another gets faster: seen at its next trial."""
     one = request(TWO)
     run(one, 2 * TRIALS, TWO.__getitem__)
     assert one.choose(is_timed=False).path is Path.DMA_2D
     if slower is Path.DMA_2D:
-        run(one, 2 * TRIALS, {Path.DMA_2D: 3000.0, Path.STAGED: 2100.0}.__getitem__)
+        run(one, RARELY + TRIALS, {Path.DMA_2D: 3000.0, Path.STAGED: 2100.0}.__getitem__)
     else:
         run(one, AGAIN + 2 * TRIALS, {Path.DMA_2D: 1930.0, Path.STAGED: 1500.0}.__getitem__)
     assert one.choose(is_timed=False).path is Path.STAGED

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import ctypes
 import dataclasses
 import itertools
 import mmap
 import queue
+import sys
 import threading
 import time
+import types
 from collections.abc import Iterator
+from pathlib import Path as File
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 from tests.standin import build
@@ -22,6 +28,7 @@ from dovetail.errors import HardwareError, NotSupported
 from dovetail.hw.gpu.cuda import CudaDriver
 from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.driver import WAIT, WORD, WRITE, DriverError
+from dovetail.kv import staging
 from dovetail.kv.choose import Costs, Path, Samples
 from dovetail.kv.layout import Layout, block_outermost, layer_outermost
 from dovetail.kv.mover import CpuMover, GpuMover
@@ -455,3 +462,44 @@ def test_tables_do_not_pile_up(device: Device, monkeypatch: pytest.MonkeyPatch) 
     staging.reserve(40)
     rig.close()
     assert live == {rig.cache}
+
+
+def test_a_kernel_is_launched_without_triton_once_it_is_compiled(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """The first launch of a block length goes through Triton; later ones give the same numbers to what it compiled."""
+    source = File(staging.__file__).parent / "kernels" / "staged.py"
+    (kernel,) = [node for node in ast.parse(source.read_text()).body if isinstance(node, ast.FunctionDef)]
+    names = [argument.arg for argument in kernel.args.args]
+    slow: list[dict[str, Any]] = []
+    quick: list[tuple[Any, dict[str, Any], Any]] = []
+
+    class Compiled:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *given, stream: quick.append((grid, dict(zip(names, given, strict=True)), stream))
+
+    class Triton:
+        def __getitem__(self, grid: Any) -> Any:
+            def call(*given: Any, num_warps: int, **more: Any) -> Compiled:
+                slow.append(dict(zip(names, given, strict=False)) | more)
+                return Compiled()
+
+            return call
+
+    fake = types.ModuleType("staged")
+    fake.staged_kernel = Triton()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "dovetail.kv.kernels.staged", fake)
+    monkeypatch.setattr(staging, "has_kernel", lambda: True)
+    for name in ("device", "stream", "ExternalStream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: contextlib.nullcontext())
+    launch = staging._triton(device)
+    numbers_of = {"staging": 7, "num_copies": 3, "num_rows": 2, "per_chunk": 2, "chunk_bytes": 4096, "num_chunks": 3}
+    for turn, (direction, row_bytes) in enumerate(itertools.product([*Direction] * 2, (64, 4096, 60000))):
+        half = Half(direction=direction, words=turn, row_bytes=row_bytes, programs=5, **numbers_of)
+        launch(half, 99)
+        seen = slow[-1] if turn < 6 else quick[-1][1]
+        block = min(1 << (row_bytes // 8 - 1).bit_length(), 2048)
+        wanted = {"words": turn, "num_vectors": row_bytes // 16, "UNPACK": direction is Direction.FETCH, "BLOCK": block}
+        assert seen == numbers_of | wanted
+    assert (len(slow), len(quick)) == (6, 6)
+    assert {(grid, stream) for grid, _, stream in quick} == {((5, 1, 1), 99)}

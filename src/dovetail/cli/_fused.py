@@ -20,7 +20,7 @@ _MISSES, _BUSY = "MISSES", "the machine was busy"
 _SHORT = {
     "compute": "compute", "comm": "comm", "gloo": "gloo", "torch+ours": "torch\n+ours", "fbgemm+gloo": "fbgemm\n+gloo",
     "fbgemm+ours": "fbgemm\n+ours", "unfused": "un-\nfused",
-    "decomposed": "decom-\nposed", "store": "store", "dma": "dma", "auto": "auto",
+    "decomposed": "decom-\nposed", "store": "store", "graph": "store,\ngraph", "dma": "dma", "auto": "auto",
 }  # fmt: skip
 
 

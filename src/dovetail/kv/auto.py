@@ -8,7 +8,7 @@ watched at a time. Whether its time is there is looked at when the next transfer
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from dovetail.hw.gpu.device import Device
@@ -53,13 +53,13 @@ class Auto:
         self._watched: tuple[Timed, Request | None] | None = None
 
     def choose(
-        self, direction: Direction, table: Table, *, beside: bool, is_clear: bool
+        self, direction: Direction, table: Table, *, beside: bool, is_clear: Callable[[], bool]
     ) -> tuple[Choice, Request | None]:
         """The path, and what learns from the transfer: nothing if others are under way (not `is_clear`)."""
-        is_timed = self._learn and is_clear and table.size_bytes > 0
         request = self._request(direction, table, beside, self._able)
         if Path.STAGED in request.near() and not self._can_stage(table):
             request = self._request(direction, table, beside, self._able - {Path.STAGED})
+        is_timed = self._learn and table.size_bytes > 0 and request.is_due() and is_clear()
         return request.choose(is_timed=is_timed), request if is_timed else None
 
     def watch(self, transfer: Timed, request: Request) -> None:

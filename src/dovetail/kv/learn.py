@@ -23,10 +23,12 @@ REACH = 1.3  #: times the best time: what would take longer is not tried
 TRIALS = 3  #: of each path within reach, when requests are new
 SETTLED = TRIALS * len(CANDIDATES)  #: requests alike, after which all of those have been
 AGAIN = 64  #: requests alike between two later trials
+RARELY = 8  #: of so many requests alike one is timed, while nothing is to be tried: timing costs more than choosing
 FORGET = 1024  #: requests alike, after which a path that was not taken is as unknown as in the beginning
 _ENOUGH = 2  # times, not counting the first
 _RECENT = 5
 _STEADY = 0.03  # smaller changes of a figure change nothing
+_STRANGE = 0.1  # a time that is further off makes the next one worth a look
 
 
 class Learner:
@@ -77,6 +79,10 @@ class Request:
         if not here and before[path] <= REACH * self._least_us:
             return True
         return (here * self._known.size_bytes or before[path]) <= REACH * self._best_us
+
+    def is_due(self) -> bool:
+        """Whether the next transfer is to be timed."""
+        return self._alike.is_due()
 
     def choose(self, *, is_timed: bool) -> Choice:
         """The best path, or one that is tried; nothing is tried unless the transfer `is_timed`."""
@@ -142,9 +148,16 @@ class Alike:
     def __init__(self) -> None:
         self.seen = {path: _Seen() for path in CANDIDATES}
         self.version = 0  #: changes with the figures
-        self._count = 0  # of those that were timed
+        self._count = 0
         self._again_at = AGAIN  # the next later trial
         self._quiet_until = 0  # nothing to try before
+
+    def is_due(self) -> bool:
+        """Counts a request that need not be timed, and says so."""
+        if self._count + 1 >= self._quiet_until or not (self._count + 1) % RARELY:
+            return True
+        self._count += 1
+        return False
 
     def next(self, near: Sequence[Path]) -> Path:
         """The path of a request that will be timed, out of those within reach, the best first."""
@@ -170,6 +183,8 @@ class Alike:
     def add(self, path: Path, per_byte: float, *, best: float) -> None:
         """A time. If the figure does not follow it past the best one, another trial is due."""
         seen = self.seen[path]
+        if abs(per_byte - seen.per_byte) > _STRANGE * seen.per_byte:
+            self._quiet_until = 0
         if seen.add(per_byte):
             self.version, self._quiet_until = self.version + 1, 0
         if per_byte < best < seen.per_byte:

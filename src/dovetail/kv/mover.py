@@ -92,7 +92,8 @@ class GpuMover:
         }  #: the first has the order, others share the work of copies
         self._staging: dict[Direction, Staging] = {}  # made when first needed
         self._last: dict[Direction, GpuTransfer] = {}
-        self._tables: list[GpuTransfer] = []  # that hold tables for kernels: torch frees those before their streams go
+        #: Looked at now and then, whether or not somebody else does: those that are over give back events and tables.
+        self._under_way: list[GpuTransfer] = []
         self._closed = False
 
     def submit(
@@ -145,7 +146,7 @@ class GpuMover:
         self._last[direction] = made
         if request:
             self._auto.watch(made, request)
-        self._tables = [t for t in self._tables if not t.is_over()] + ([made] if held else [])
+        self._under_way = [*(t for t in self._under_way if not t.is_over()), made]
         return made
 
     def _start(self, direction: Direction, table: Table, stream: int, choice: Choice) -> tuple[int, list[Any]]:
@@ -178,8 +179,7 @@ class GpuMover:
 
     def _choice(self, direction: Direction, table: Table, beside: bool) -> tuple[Choice, Request | None]:
         """The path that `auto` takes, and who learns from it."""
-        is_clear = all(map(GpuTransfer.is_over, self._last.values()))
-        choice, request = self._auto.choose(direction, table, beside=beside, is_clear=is_clear)
+        choice, request = self._auto.choose(direction, table, beside=beside, is_clear=self._is_clear)
         if choice.path is Path.STAGED:
             try:
                 self._through(direction).reserve(len(table) + 2 * table.size_bytes // staging.CHUNK_BYTES + 1)
@@ -188,6 +188,10 @@ class GpuMover:
                 self._auto.leave_out(Path.STAGED)
                 return self._choice(direction, table, beside)
         return choice, request
+
+    def _is_clear(self) -> bool:
+        """Nothing is under way."""
+        return all(map(GpuTransfer.is_over, self._last.values()))
 
     def is_idle(self, direction: Direction | str) -> bool:
         """True if nothing is under way in this direction."""
@@ -275,7 +279,7 @@ class GpuMover:
         self._closed = True
         for direction in Direction:
             self._auto.look(direction)
-        for transfer in [*self._tables, *self._last.values()]:
+        for transfer in self._under_way:
             transfer.is_over()
         for through in self._staging.values():
             through.close(timeout_s)

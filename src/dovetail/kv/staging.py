@@ -315,17 +315,21 @@ def _triton(device: Device) -> Launch:
     from dovetail.kv.kernels.staged import staged_kernel
 
     cuda: Any = torch.cuda
-    streams: dict[int, Any] = {}
+    made: dict[tuple[bool, int, int], Any] = {}  # by what it was compiled for, and the grid
 
     def launch(half: Half, stream: int) -> None:
-        if stream not in streams:
-            streams[stream] = cuda.ExternalStream(stream, device=device.index)
         block = min(1 << (half.row_bytes // _WORD_BYTES - 1).bit_length(), _MOST_WORDS)
-        with cuda.device(device.index), cuda.stream(streams[stream]):
-            staged_kernel[(half.programs,)](
-                half.words, half.staging, half.num_copies, half.num_rows,
-                half.row_bytes // VECTOR_BYTES, half.per_chunk, half.chunk_bytes, half.num_chunks,
-                UNPACK=half.direction is Direction.FETCH, BLOCK=block, num_warps=_NUM_WARPS,
-            )  # fmt: skip
+        unpack = half.direction is Direction.FETCH
+        numbers = (
+            half.words, half.staging, half.num_copies, half.num_rows,
+            half.row_bytes // VECTOR_BYTES, half.per_chunk, half.chunk_bytes, half.num_chunks,
+        )  # fmt: skip
+        known = made.get((unpack, block, half.programs))
+        if known is not None:  # nothing is specialized: the same code, without Triton's look at every argument
+            known(*numbers, unpack, block, stream=stream)
+            return
+        with cuda.device(device.index), cuda.stream(cuda.ExternalStream(stream, device=device.index)):
+            kernel = staged_kernel[(half.programs,)](*numbers, UNPACK=unpack, BLOCK=block, num_warps=_NUM_WARPS)
+        made[unpack, block, half.programs] = kernel[half.programs, 1, 1]
 
     return launch

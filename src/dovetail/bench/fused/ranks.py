@@ -31,7 +31,7 @@ from dovetail.bench.baselines import fbgemm
 from dovetail.bench.folder import Folder
 from dovetail.bench.fused import ablate
 from dovetail.bench.fused.cases import Case, LookupCase, Run, case_of
-from dovetail.bench.fused.grid import DTYPES, Shape, coarse, grid, quick
+from dovetail.bench.fused.grid import DTYPES, GATHER, GEMV, SCATTER, Shape, coarse, grid, quick
 from dovetail.bench.load import Others
 from dovetail.measure.interleave import interleave
 from dovetail.measure.stats import median
@@ -42,6 +42,9 @@ Progress = Callable[[int, int, str], None]
 #: What is compared with: torch's operator and gloo's collective, or ours, as a user would write it; each side alone.
 GLOO, OURS, COMPUTE, COMM = "gloo", "torch+ours", "compute", "comm"
 FBGEMM, FBGEMM_OURS = "fbgemm+gloo", "fbgemm+ours"
+#: `store` on GPUs, captured in a graph once and replayed: what a decoding loop does.
+GRAPH = "graph"
+_CAPTURED = (GEMV, GATHER, SCATTER)
 _POLL_S = 0.05
 _CHECKS = 2
 _WARM_UP = 2
@@ -233,6 +236,8 @@ class Site:
             return found
         found |= {OURS: case.then(dovetail), COMPUTE: case.compute(), COMM: case.comm()}
         if self.spec.backend != "cpu":
+            if choose.STORE in found and shape.op in _CAPTURED:
+                found[GRAPH] = _captured(found[choose.STORE])
             return {name: _settled(run) for name, run in found.items()}
         found[GLOO] = case.then(dist)
         if isinstance(case, LookupCase):
@@ -301,6 +306,25 @@ class Site:
             name: [max(of_round) for of_round in zip(*(of_rank[at] for of_rank in every), strict=True)]
             for at, name in enumerate(racing)
         }
+
+
+def _captured(run: Run) -> Run:
+    """Its first call makes the graph, on all ranks alike; later ones replay it. The result stays where it is."""
+    made: list[tuple[torch.cuda.CUDAGraph, torch.Tensor]] = []
+
+    def replay() -> torch.Tensor:
+        if not made:
+            run()  # what a new shape needs can't be made in a capture
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = run()
+            made.append((graph, out))
+        graph, out = made[0]
+        graph.replay()
+        return out
+
+    return replay
 
 
 def _settled(run: Run) -> Run:

@@ -210,6 +210,16 @@ def than(share: float, other: str) -> str:
     return f"{share:.1%} lower than {other}" if share >= 0 else f"{-share:.1%} HIGHER than {other}"
 
 
+def _means(name: str, rows: Sequence[Row]) -> list[tuple[bool, str]]:
+    mean, default = mean_lower(rows), mean_default_lower(rows)
+    text = f"{name}: {than(mean, 'unfused')} on the mean of {len(rows)} shapes, wanted {ON_THE_MEAN:.0%}"
+    if default is not None:
+        text += f" (picked in a pilot; the default is {than(default, 'unfused')})"
+    ahead, behind = mean_against_decomposed(rows), not_ahead(rows)
+    against = f"{name}: {than(ahead, 'decomposed')} on the mean; not ahead at {len(behind)} of {len(rows)} shapes"
+    return [(mean >= ON_THE_MEAN, text), (ahead > 0, against)]
+
+
 def verdict(rows: Sequence[Row], products: Sequence[Product] = ()) -> list[tuple[bool, str]]:
     """(holds, sentence) for everything that must hold of what was measured."""
     found = []
@@ -221,14 +231,9 @@ def verdict(rows: Sequence[Row], products: Sequence[Product] = ()) -> list[tuple
             found.append((row.lower >= wanted, f"{at}: {than(row.lower, 'unfused')}, wanted {wanted:.0%} ({forms})"))
             text = f"{at}: {row.over_ideal:.1%} above the ideal, at most {OVER_IDEAL:.0%}"
             found.append((row.over_ideal <= OVER_IDEAL, text))
-        mean, default = mean_lower(mine), mean_default_lower(mine)
-        text = f"{op}: {than(mean, 'unfused')} on the mean of {len(mine)} shapes, wanted {ON_THE_MEAN:.0%}"
-        if default is not None:
-            text += f" (picked in a pilot; the default is {than(default, 'unfused')})"
-        found.append((mean >= ON_THE_MEAN, text))
-        ahead, behind = mean_against_decomposed(mine), not_ahead(mine)
-        text = f"{op}: {than(ahead, 'decomposed')} on the mean; not ahead at {len(behind)} of {len(mine)} shapes"
-        found.append((ahead > 0, text))
+        found += _means(op, mine)
+    if len({row.op for row in rows}) > 1:
+        found += _means("all of it", rows)
     for product in products:
         text = f"{product.m}x{product.n}x{product.k}: {product.share:.1%} of torch.mm, wanted {OF_TORCH:.0%}"
         text += f" (tile {product.tile}"

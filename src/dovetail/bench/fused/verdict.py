@@ -103,6 +103,22 @@ def fbgemm(rows: Sequence[Row]) -> list[str]:
     return found
 
 
+def graphs(rows: Sequence[Row]) -> list[str]:
+    """Where `store` was captured in a graph: against itself and others as they are called."""
+    found = []
+    for op in dict.fromkeys(row["op"] for row in shapes(rows)):
+        mine = [row for row in shapes(rows) if row["op"] == op]
+        means = {
+            over: geometric_mean(ratios)
+            for over in ("torch+ours", "unfused", "store")
+            if (ratios := [r for row in mine if (r := speedup(row, "graph", over)) is not None])
+        }
+        if means:
+            told = ", ".join(f"{mean:.2f}x over {over}" for over, mean in means.items())
+            found.append(f"{op}: store replayed in a graph {told}, which are called (collectives can't be captured)")
+    return found
+
+
 def ablations(rows: Sequence[Row]) -> list[str]:
     """One line for each operator and what was varied: geometric means over shapes, relative to the first setting."""
     found = []
@@ -132,6 +148,6 @@ def _relative(rows: Sequence[Row], what: str, name: str) -> str | None:
 def lines(rows: Sequence[Row]) -> list[str]:
     """For people."""
     found = [f"{'holds ' if holds else 'MISSES'} {text}" for holds, text in verdict(rows)]
-    found += [*losses(rows), *fbgemm(rows), *ablations(rows)]
+    found += [*losses(rows), *fbgemm(rows), *graphs(rows), *ablations(rows)]
     wrong = sum(not row["correct"] for row in rows)
     return [*found, f"{wrong} of {len(rows)} rows WRONG" if wrong else "all correct"]

@@ -262,7 +262,8 @@ class Work(ABC):
         return self._fused(made, "default", {"lanes": LANES, "tile": tile}, self.buffers, Role.DEFAULT)
 
     def _fused(self, made: Any, name: str, setting: dict[str, Any], buffers: Buffers, role: Role) -> Contender:
-        more = {"slice_rows": made.tiles.slice_rows, "words": WORDS[WORDS_ON_DEVICE], "layout": str(buffers.exchange.layout)}
+        more = {"slice_rows": made.tiles.slice_rows, "words": WORDS[WORDS_ON_DEVICE]}
+        more["layout"] = str(buffers.exchange.layout)
         return Contender(
             kind=Kind.DMA, name=name, start=lambda stream: self.start(made, stream), buffers=buffers, role=role,
             setting=setting | more, made=made,

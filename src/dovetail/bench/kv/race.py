@@ -30,6 +30,7 @@ _SAMPLES = 64
 _TIMEOUT_S = 120.0
 _SHORT_US, _MOST_ROUNDS = 400_000.0, 4  # rounds go on for so long, up to so many times their number
 _MOST_WARM_US = 250_000.0
+_MOST_WINDOWS = 6  # beside a computation
 
 
 @dataclass(slots=True, kw_only=True)
@@ -138,10 +139,15 @@ def _warm_up(going: Sequence[Contender], load: Load | None) -> None:
     for contender in going:
         learns, taken = contender.name == Path.AUTO, [contender.once()]
         if learns and load:
-            try:
-                load.beside(contender.once, taken[0][1])
-            except HardwareError as error:
-                logger.info("%s, to warm up: %s", contender.name, error)
+            begun = contender.took.total()
+            for _ in range(_MOST_WINDOWS):
+                try:
+                    load.beside(contender.once, taken[0][1])
+                except HardwareError as error:
+                    logger.info("%s, to warm up: %s", contender.name, error)
+                    break
+                if contender.took.total() - begun >= SETTLED:
+                    break
         elif learns:
             while len(taken) < SETTLED and sum(time_us for _, time_us in taken) < _MOST_WARM_US:
                 taken.append(contender.once())
