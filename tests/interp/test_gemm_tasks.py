@@ -22,17 +22,18 @@ SHAPES = [
 ]
 #: With tiles that have rows of two slices, or none such.
 FORMS = ((torch.float32, True), (torch.bfloat16, False))
-MUTATIONS = ("late", "early", "flags", "missing")
+MUTATIONS = ("early", "flags", "missing", "across")
 RUNS = 3
 
 
 def test_parts_are_the_product(need: Callable[[str, object], None]) -> None:
     need("triton", importlib.util.find_spec("triton"))
-    assert printed(__file__) == ["right"] * (len(SHAPES) * len(FORMS)) + ["found"] * len(MUTATIONS)
+    wanted = ["right"] * (len(SHAPES) * len(FORMS) + len(SHAPES)) + ["found"] * len(MUTATIONS) + ["right"]
+    assert printed(__file__) == wanted
 
 
 class _Product:
-    """Tables, counters and flags, kept from run to run; memory to work in is NaN at first."""
+    """Tables, counters and flags, kept from run to run; memory to work in is NaN in each."""
 
     def __init__(
         self, rows: tuple[int, ...], n: int, k: int, parts: tuple[int, ...], slice_rows: int, dtype: torch.dtype,
@@ -49,32 +50,47 @@ class _Product:
         self.flags = torch.tensor([self.words.data_ptr() + 8 * s for s in range(len(self.words))])
         every = [number for number, _ in zip(itertools.cycle(parts), self.made.tiles, strict=False)]
         blocks = tiles.Blocks(height=16, width=32, depth=32, group=2, warps=4, stages=1)
-        self.launch = GemmLaunch(self.made, n, k, 4, torch.device("cpu"), blocks=blocks, parts=every)
-        if self.launch._tasks is not None:
-            self.launch._sums.fill_(float("nan"))
+        self.launch = GemmLaunch(
+            self.made, n, k, 4, torch.device("cpu"), blocks=blocks, parts=every, scratch=self.scratch
+        )  # fmt: skip
+        self._kept: torch.Tensor | None = None  # for launches that are parts of a run
         self.y = torch.empty(self.m, n, dtype=dtype)
 
-    def wrong(self, run: int) -> str:
-        """One run: every element, and the flag of every slice. Whole numbers: their sums are exact in any order."""
+    def scratch(self, number: int) -> torch.Tensor:
+        """NaN, unless it is kept."""
+        return torch.full((number,), float("nan")) if self._kept is None else self._kept
+
+    def operands(self, run: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """With their product. Whole numbers: their sums are exact in any order."""
         made = torch.Generator().manual_seed(run)
         x, w = (torch.randint(-4, 5, (r, self.k), generator=made).to(self.dtype) for r in (self.m, self.n))
-        want = (x.float() @ w.float().T).to(self.dtype)
         self.y.fill_(float("nan"))
+        return x, w, (x.float() @ w.float().T).to(self.dtype)
+
+    def wrong(self, run: int) -> str:
+        """One run: every element, and the flag of every slice."""
+        x, w, want = self.operands(run)
         value = (run << 40) + 5
         self.launch(x, w, self.y, self.flags, value)
         if not torch.equal(self.y, want):
             return f"run-{run}-y"
         return "" if self.words.tolist() == [value] * len(self.words) else f"run-{run}-flags"
 
-
-def _early(product: _Product) -> str:
-    """Flags of a product whose last task is missing: those of complete slices, no other."""
-    launch, x, w = product.launch, torch.ones(product.m, product.k), torch.ones(product.n, product.k)
-    assert launch._tasks is not None
-    cut = int(launch._tasks[-1, 8])
-    launch._tasks = launch._tasks[:-1].clone()
-    launch(x, w, product.y, product.flags, 7)
-    return "" if product.words.tolist() == [0 if s == cut else 7 for s in range(len(product.words))] else "early"
+    def wrong_on_the_way(self, run: int) -> str:
+        """One run, a program at a time: a slice's flag is up when all of its rows are there, and not before."""
+        launch, (x, w, want) = self.launch, self.operands(run)
+        tasks, value = launch._tasks, (run << 40) + 5
+        if tasks is None:
+            return ""
+        self._kept = self.scratch(launch._num_sums)
+        for n in range(len(tasks)):
+            launch._tasks = tasks[n : n + 1].clone()
+            launch(x, w, self.y, self.flags, value)
+            for first, end, _, _, number in ((*s[:4], k) for k, s in enumerate(self.made.slices.tolist())):
+                if torch.equal(self.y[first:end], want[first:end]) != (int(self.words[number]) == value):
+                    return f"run-{run}-task-{n}-slice-{number}"
+        launch._tasks, self._kept = tasks, None
+        return "" if torch.equal(self.y, want) else f"run-{run}-y"
 
 
 def _case(shape: Any, form: Any) -> str:
@@ -83,26 +99,55 @@ def _case(shape: Any, form: Any) -> str:
     return next((w for w in wrong if w), "right")
 
 
+def _way(shape: Any) -> str:
+    product = _Product(*shape, *FORMS[0])
+    return product.wrong_on_the_way(1) or product.wrong_on_the_way(2) or "right"
+
+
 def _mutation(name: str) -> str:
     """What a wrong order or count of parts, or a slice that lacks a tile, leads to."""
-    from dovetail.ops.gpu import launch
-
-    launch._LOOKS = 3
     product = _Product(*SHAPES[0], *FORMS[0])
     tasks = product.launch._tasks
     assert tasks is not None
     parts = tasks[:, 5]
-    if name == "late":  # the last part of a tile runs before the others, and does not wait long
-        tasks.copy_(tasks.flip(0).clone())
-    elif name == "early":  # it thinks that all others are there
+    if name == "early":  # the last part thinks that there are no others
         parts[parts > 1] = 1
     elif name == "missing":  # the other part of a tile is not computed
         tasks[:, 4] = torch.where(parts == -1, tasks[:, 3], tasks[:, 4])
+    elif name == "across":  # a tile of two slices counts for the first alone
+        assert (tasks[:, 8] != tasks[:, 9]).any()
+        tasks[:, 9] = tasks[:, 8]
     else:
         product.launch._tables.counters += 1
-        return "found" if not _early(_Product(*SHAPES[0], *FORMS[0])) and _early(product) else f"not-found:{name}"
+        return "found" if product.wrong_on_the_way(1) else f"not-found:{name}"
     return "found" if product.wrong(1) else f"not-found:{name}"
 
 
+def _late_part() -> str:
+    """A last part that waits in vain stores nothing and lets no flag rise; the next run is right."""
+    from dovetail.ops.gpu import launch
+
+    product = _Product(*SHAPES[0], *FORMS[0])
+    tasks, looks = product.launch._tasks, launch._LOOKS
+    assert tasks is not None
+    right = tasks.clone()
+    at = int((tasks[:, 5] > 1).nonzero()[0])
+    first, end, column, number, also = (int(tasks[at, field]) for field in (0, 1, 2, 8, 9))
+    before = next(n for n in range(at) if tasks[n, [0, 2]].tolist() == [first, column])
+    tasks[[before, at]] = tasks[[at, before]]
+    launch._LOOKS = 3
+    x, w, _ = product.operands(1)
+    product.launch(x, w, product.y, product.flags, 7)
+    launch._LOOKS = looks
+    tile = slice(first, end), slice(32 * column, min(32 * column + 32, product.n))
+    if not product.y[tile].isnan().all() or product.y.isnan().sum() != product.y[tile].numel():
+        return "stored"
+    if product.words.tolist() != [0 if s in (number, also) else 7 for s in range(len(product.words))]:
+        return "raised"
+    tasks.copy_(right)
+    return product.wrong(2) or product.wrong_on_the_way(3) or "right"
+
+
 if __name__ == "__main__":
-    print(*(_case(*given) for given in itertools.product(SHAPES, FORMS)), *(_mutation(name) for name in MUTATIONS))
+    cases = [_case(*given) for given in itertools.product(SHAPES, FORMS)]
+    print(*cases, *map(_way, SHAPES), *map(_mutation, MUTATIONS), _late_part())

@@ -141,6 +141,56 @@ def test_uneven_splits(pools: Any, world: int) -> None:
     pools.get(world).run(job)
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_few_uneven_rows_take_one_meeting(pools: Any, world: int) -> None:
+    """Other splits each time, ranks late; two where a rank has too many rows, and one again behind that."""
+
+    def job() -> list[list[int]]:
+        g, most = workers.world(), store._COPIED_BYTES
+        met: list[list[int]] = [[], [], []]
+        barriers = mock.patch.object(OpsGroup, "barrier", autospec=True, side_effect=OpsGroup.barrier)
+        with poisoned_memory(), barriers as counted:
+            for seed in range(24):
+                sends = uneven(world, seed) if seed % 4 else [[5] * world, *[[1] * world] * (world - 1)]
+                kind = seed // 8
+                before = ops_group(g).meetings + counted.call_count
+                with mock.patch.object(store, "_COPIED_BYTES", 4 * world * 9 * 4 if kind == 1 else most):
+                    problem = product("gemm_all_to_all", world, (0, 9, 5), torch.float32, seed, sends=sends)
+                    with slow(functools.partial(float, 0.01 * ((seed + g.rank) % 3 == 0))):
+                        workers.poison(_checked(problem, "store"))
+                met[kind].append(ops_group(g).meetings + counted.call_count - before)
+                poison_scratch(g)
+        return met
+
+    found = pools.get(world).run(job)
+    assert all(met == found[0] for met in found)
+    first, mixed, again = found[0]
+    assert first[0] in (1, 2)  # a stage may be there from other calls
+    assert first[2:] + again == [1] * (len(first) - 2 + len(again))
+    assert max(mixed) == 3  # two exchanges and the wait for what was written
+    assert set(mixed) <= {1, 2, 3}
+
+
+def test_other_splits_of_the_same_rows(pools: Any) -> None:
+    """A shape that was run before: right with any splits, and wrong ones are refused as they were the first time."""
+
+    def job() -> None:
+        g = workers.world()
+        for seed, (a, b) in enumerate([(3, 5), (8, 2), (0, 4), (8, 8), (5, 1), (3, 5)]):
+            problem = product("gemm_all_to_all", 2, (0, 7, 3), torch.float32, seed, sends=[[a, 8 - a], [b, 8 - b]])
+            _checked(problem, "store")
+        x, w, receive, send = problem.arguments[g.rank]
+        for wrong in ([9, -1], [3, 4], [8.0, 0], [8], "80"):
+            error = ValueError if g.rank == 0 else MismatchError
+            with pytest.raises((error, TypeError) if g.rank == 0 else error):
+                fused.gemm_all_to_all(x, w, receive, wrong if g.rank == 0 else send, transport="store")
+        with pytest.raises(MismatchError, match="sends 4 rows to rank"):
+            fused.gemm_all_to_all(x, w, receive, [4, 4], transport="store")
+        assert workers.same(fused.gemm_all_to_all(x, w, receive, send, transport="store"), problem.want[g.rank])
+
+    pools.get(2).run(job)
+
+
 @pytest.mark.parametrize("world", WORLDS)
 def test_embedding(pools: Any, world: int) -> None:
     """Ranks with 1 to 3 tables, empty bags, both kinds of numbers, offsets and lengths, sum, mean, weights."""
@@ -329,7 +379,7 @@ PUSHED = (
 
 
 @pytest.mark.parametrize("removed", [False, True], ids=["waits", "removed"])
-@pytest.mark.parametrize("op", PUSHED)
+@pytest.mark.parametrize("op", [*PUSHED, "uneven"])
 @pytest.mark.parametrize("world", [2])
 def test_wait_for_what_peers_pushed(pools: Any, world: int, op: str, removed: bool) -> None:
     """The one meeting of a call is after it was sent: without it, rank 0 does not see what the late rank 1 sends."""
@@ -338,6 +388,7 @@ def test_wait_for_what_peers_pushed(pools: Any, world: int, op: str, removed: bo
         g = workers.world()
         problems = [
             embedding(2, 4, 5, torch.float32, s, tables=2) if op == "embedding_all_to_all"
+            else product("gemm_all_to_all", 2, (0, 9, 5), torch.float32, s, sends=[[2, 4], [3, 1]]) if op == "uneven"
             else product(op, 2, (6, 9, 5), torch.float32, s)
             for s in (1, 2, 3)
         ]  # fmt: skip

@@ -197,6 +197,14 @@ def test_fbgemm_has_its_lines_where_it_ran() -> None:
     ]
 
 
+def test_graphs_have_a_line_where_there_were_any() -> None:
+    times = {"unfused": 120.0, "torch+ours": 90.0, "store": 60.0, "graph": 30.0}
+    rows = [row(op=grid.GEMV, **times), row(op=grid.GEMV, unfused=100, store=50), row(op=grid.GEMM, unfused=9, store=8)]
+    (line,) = verdict.graphs(rows)
+    assert line.startswith("gemv_all_reduce: store replayed in a graph 3.00x over torch+ours, 4.00x over unfused")
+    assert line in verdict.lines(rows)
+
+
 def test_missing_fbgemm_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     fbgemm.missing.cache_clear()
     monkeypatch.setattr(fbgemm, "PACKAGE", "no_such_package")

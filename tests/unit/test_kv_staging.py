@@ -492,6 +492,8 @@ def test_a_kernel_is_launched_without_triton_once_it_is_compiled(
     monkeypatch.setattr(staging, "has_kernel", lambda: True)
     for name in ("device", "stream", "ExternalStream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: contextlib.nullcontext())
+    current = device.index
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     launch = staging._triton(device)
     numbers_of = {"staging": 7, "num_copies": 3, "num_rows": 2, "per_chunk": 2, "chunk_bytes": 4096, "num_chunks": 3}
     for turn, (direction, row_bytes) in enumerate(itertools.product([*Direction] * 2, (64, 4096, 60000))):
@@ -502,4 +504,7 @@ def test_a_kernel_is_launched_without_triton_once_it_is_compiled(
         wanted = {"words": turn, "num_vectors": row_bytes // 16, "UNPACK": direction is Direction.FETCH, "BLOCK": block}
         assert seen == numbers_of | wanted
     assert (len(slow), len(quick)) == (6, 6)
+    current += 1  # another GPU is current: Triton's way, which makes ours so
+    launch(half, 99)
+    assert (len(slow), len(quick)) == (7, 6)
     assert {(grid, stream) for grid, _, stream in quick} == {((5, 1, 1), 99)}

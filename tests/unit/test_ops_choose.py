@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from dovetail import env
 from dovetail.errors import NotSupported
-from dovetail.ops import calls, choose
+from dovetail.ops import calls, choose, library
 from dovetail.ops.choose import Choice, from_table, transport_for
 from dovetail.ops.cpu import decomposed, dma, store
 
@@ -150,3 +151,15 @@ def test_uneven_calls_choose_alike() -> None:
     """Ranks with other numbers of rows make the same choice."""
     rows = [calls.gemm_all_to_all(torch.zeros(n, 8), torch.zeros(4, 8), [1, 1], [n, 0], 2) for n in (0, 7, 5000)]
     assert len({from_table({"2": ROWS}, call, 2, HAS) for call in rows}) == 1
+
+
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_a_gradient_keeps_a_transport_that_its_operator_has(where: str) -> None:
+    """On a device that is no CPU those of GPUs; `meta` stands for one."""
+    grad = torch.empty(1, device=where)
+    has = choose.TRANSPORTS["cpu" if where == "cpu" else "cuda"]
+    for op, transport in itertools.product(("all_gather_matmul", "matmul_reduce_scatter"), choose.NAMES):
+        wanted = transport if transport in has[op] else "auto"
+        assert library._gradient_by(transport, op, grad) == wanted
+    assert library._gradient_by("auto", "all_gather_matmul", grad) == "auto"
+    assert library._gradient_by("decomposed", "all_gather_matmul", torch.empty(1, device="meta")) == "auto"

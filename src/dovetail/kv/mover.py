@@ -11,6 +11,7 @@ import functools
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
@@ -92,8 +93,8 @@ class GpuMover:
         }  #: the first has the order, others share the work of copies
         self._staging: dict[Direction, Staging] = {}  # made when first needed
         self._last: dict[Direction, GpuTransfer] = {}
-        #: Looked at now and then, whether or not somebody else does: those that are over give back events and tables.
-        self._under_way: list[GpuTransfer] = []
+        #: In the order in which they end. Whether or not somebody asks, those that are over give back what they hold.
+        self._under_way: dict[Direction, deque[GpuTransfer]] = {direction: deque() for direction in Direction}
         self._closed = False
 
     def submit(
@@ -146,7 +147,10 @@ class GpuMover:
         self._last[direction] = made
         if request:
             self._auto.watch(made, request)
-        self._under_way = [*(t for t in self._under_way if not t.is_over()), made]
+        open_ones = self._under_way[direction]
+        open_ones.append(made)
+        while open_ones and open_ones[0].is_over():
+            open_ones.popleft()
         return made
 
     def _start(self, direction: Direction, table: Table, stream: int, choice: Choice) -> tuple[int, list[Any]]:
@@ -279,7 +283,7 @@ class GpuMover:
         self._closed = True
         for direction in Direction:
             self._auto.look(direction)
-        for transfer in self._under_way:
+        for transfer in itertools.chain(*self._under_way.values()):
             transfer.is_over()
         for through in self._staging.values():
             through.close(timeout_s)

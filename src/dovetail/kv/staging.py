@@ -325,7 +325,8 @@ def _triton(device: Device) -> Launch:
             half.row_bytes // VECTOR_BYTES, half.per_chunk, half.chunk_bytes, half.num_chunks,
         )  # fmt: skip
         known = made.get((unpack, block, half.programs))
-        if known is not None:  # nothing is specialized: the same code, without Triton's look at every argument
+        if known is not None and cuda.current_device() == device.index:
+            # Nothing is specialized: the same code, without Triton's look at every argument.
             known(*numbers, unpack, block, stream=stream)
             return
         with cuda.device(device.index), cuda.stream(cuda.ExternalStream(stream, device=device.index)):

@@ -67,8 +67,11 @@ def gemm_all_to_all(
         return calls.gemm_all_to_all(x, w, output_splits, input_splits, n)
 
     is_traced = _traced(x, w)
-    if not is_traced and output_splits is input_splits is None:
-        found = quick.run(ranks, "gemm_all_to_all", x, w, transport)
+    if not is_traced:
+        if output_splits is input_splits is None:
+            found = quick.run(ranks, "gemm_all_to_all", x, w, transport)
+        else:
+            found = quick.run(ranks, quick.UNEVEN, x, w, transport, (output_splits, input_splits))
         if found is not None:
             return found
     if is_traced:

@@ -24,6 +24,7 @@ NUM_WORDS = 4
 _CALL, _REFUSED = 1, 2
 #: A stage is this large at least, and grows to what calls need.
 _LEAST_STAGE = 64 << 10
+_LINE = 64
 #: Calls that are remembered.
 _MOST_TEXTS = 1024
 _NOTHING: tuple[bytes, list[tuple[int, ...]]] = (b"", [])
@@ -268,6 +269,11 @@ class OpsGroup:
             self._mine = (self.blocks.offset(self._stage), half)
             self.plain = self._words.pack(*self._no_words, *self._mine)
         return None if self._room < size_bytes else self._halves[self.meetings % 2]
+
+    @property
+    def region(self) -> int:
+        """Bytes of a half of the smallest stage that each rank has for itself, if all may send; the same on all."""
+        return self._room // self.group.size // _LINE * _LINE
 
     def scratch(self, name: str, size_bytes: int) -> Any:
         """Memory of this rank that peers reach, at least this large, kept for the next call. Peers use it between

@@ -21,6 +21,9 @@ from dovetail.ops.choose import STORE, Choice
 from dovetail.ops.cpu.store import Repeated
 from dovetail.ops.group import OpsGroup
 
+#: Under which products with splits are kept.
+UNEVEN = "gemm_all_to_all, uneven"
+
 
 @dataclass(slots=True)
 class Known:
@@ -41,24 +44,31 @@ def learn(
     ranks: OpsGroup, call: calls.Call, choice: Choice, transport: str, forward: Callable[[OpsGroup, Any], torch.Tensor]
 ) -> None:
     """After a call on the CPU that was checked and has run; it is not used any more. `transport` was asked for."""
-    is_uneven = isinstance(call, calls.GemmAllToAll) and not call.even
-    if isinstance(call, calls.Product) and not is_uneven:
-        shapes = ranks.quick.get((call.op, transport))
+    if isinstance(call, calls.Product):
+        key = UNEVEN if isinstance(call, calls.GemmAllToAll) and not call.even else call.op, transport
+        shapes = ranks.quick.get(key)
         if shapes is None:
-            shapes = ranks.quick[call.op, transport] = native.load().Shapes()
+            shapes = ranks.quick[key] = native.load().Shapes()
         if shapes.find(call.x, call.w) is None:  # it may have come by way of torch's dispatcher, which always does
             made = Known(call, choice, forward, registry.tally(call.op, *choice))
             shapes.add(call.x, call.w, made)
             made.forget()
 
 
-def run(group: Group, op: str, x: Any, w: Any, transport: str) -> torch.Tensor | None:
-    """The result of a call whose like was run before; None if it must be looked at."""
+def run(
+    group: Group, op: str, x: Any, w: Any, transport: str, splits: tuple[Any, Any] | None = None
+) -> torch.Tensor | None:  # fmt: skip
+    """The result of a call whose like was run before; None if it must be looked at.
+
+    `splits`: of `UNEVEN`, rows that are received and sent; they may be others each time.
+    """
     ranks = group.ops
     if ranks is None or group.broken is not None or group.native is None:
         return None
     shapes = ranks.quick.get((op, transport))
     if shapes is None or (known := shapes.find(x, w)) is None:
+        return None
+    if splits is not None and not _takes(known.call, *splits):
         return None
     try:
         if (repeated := known.repeated) is not None and (out := repeated(x, w)) is not None:
@@ -70,6 +80,21 @@ def run(group: Group, op: str, x: Any, w: Any, transport: str) -> torch.Tensor |
     except BaseException as error:
         ranks.fail(error)  # others would wait for this rank
         raise
+
+
+def _takes(call: calls.Product, receive: Any, send: Any) -> bool:
+    """Gives a call its splits, if they are lists or tuples of numbers of rows."""
+    assert isinstance(call, calls.GemmAllToAll)
+    for splits in (receive, send):
+        if type(splits) not in (list, tuple) or len(splits) != call.world:
+            return False
+        for rows in splits:
+            if type(rows) is not int or rows < 0:
+                return False
+    if sum(send) != sum(call.send):  # the rows of x, which are as many as they were
+        return False
+    call.send, call.receive = tuple(send), tuple(receive)
+    return True
 
 
 def _run(ranks: OpsGroup, known: Known, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

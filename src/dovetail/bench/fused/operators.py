@@ -81,7 +81,7 @@ class GemmWork(Work):
 
     def dma(self, cut: Cut, buffers: Buffers) -> DmaGemm:
         """See `Work`."""
-        rows, first = self.slices_of(cut.slices, cut.first)
+        rows, first = self.cut_rows(cut.slices, cut.first)
         return DmaGemm(
             self.device, buffers, self.x.shape, self.w.shape, self.dtype, order=cut.order, blocks=cut.tile,
             split=cut.tile.split, slice_rows=rows, first_rows=first, timeout_s=TIMEOUT_S, lanes=cut.lanes,
@@ -193,7 +193,7 @@ class EmbeddingWork(Work):
 
     def dma(self, cut: Cut, buffers: Buffers) -> DmaEmbedding:
         """See `Work`."""
-        rows, first = self.slices_of(cut.slices, cut.first)
+        rows, first = self.cut_rows(cut.slices, cut.first)
         return DmaEmbedding(
             self.device, buffers, self._tables(), order=cut.order, shape=cut.tile, lanes=cut.lanes,
             slice_rows=rows, first_rows=first, timeout_s=TIMEOUT_S,

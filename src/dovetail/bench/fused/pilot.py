@@ -126,12 +126,16 @@ class Pilot:
         middle = Cut(slices=slices[len(slices) // 2], tile=None, layout=work.layouts[0])
         tile = self._best_tile("fused tile", lambda tile: work.fused(replace(middle, tile=tile)))
         best = self._best_cut("slices", [replace(middle, tile=tile, slices=number) for number in slices])
-        fewer = max((n for n in slices if n < best.slices), default=best.slices)
-        grown = [replace(best, slices=n, first=part) for n in (best.slices, fewer) for part in _FIRST]
-        grown = [cut for cut in dict.fromkeys(grown) if work.slices_of(cut.slices, cut.first)[1]]
+        grown = [replace(best, slices=n, first=part) for n, part in self._grown(best.slices, slices)]
         best = self._best_cut("first slice", [best, *grown])
         others = [replace(best, layout=layout) for layout in work.layouts[1:]]
         return self._best_cut("layout and lanes", [best, replace(best, lanes=1), *others])
+
+    def _grown(self, number: int, numbers: Sequence[int]) -> list[tuple[int, int]]:
+        """(number, part that the first one is) of slices or chunks that grow: so many, or the next fewer."""
+        fewer = max((n for n in numbers if n < number), default=number)
+        tries = dict.fromkeys((n, part) for n in (number, fewer) for part in _FIRST)
+        return [each for each in tries if self._work.cut_rows(*each)[1]]
 
     def _slices(self) -> list[int]:
         return self._work.distinct(self._work.spec.slices_of(self._work.shape.size_bytes))
@@ -158,10 +162,10 @@ class Pilot:
         found: list[Chunks] = []
         for question, tries in (("chunks by torch", by_torch), ("chunks by our kernel", by_us)):
             best = self._best_chunks(question, tries, keep)
+            grown = [replace(best[0], number=n, first=part) for n, part in self._grown(best[0].number, numbers)]
+            best = self._best_chunks(question, [*best, *grown], keep) if grown else best
             first = best[0]
             more = [replace(first, layout=layout) for layout in work.layouts[1:]]
-            grown = [replace(each, first=part) for each in best for part in _FIRST]
-            more += [each for each in grown if work.slices_of(each.number, each.first)[1]]
             more += [replace(first, words_on_device=False)] if first.how is How.WORDS else []
             more += [replace(first, tile=tile) for tile in tiles if first.tile not in (None, tile)]
             found += self._best_chunks(question, [*best, *more], keep) if more else best
@@ -174,7 +178,8 @@ class Pilot:
     def contenders(self, routes: Sequence[Route], tile: Any) -> list[Contender]:
         """All that is to be timed of a work that is calibrated: the collective by these ways, our kernel by this tile.
 
-        Ablations are the picked form but for the number of slices, at balance the order, or the layout.
+        Ablations are the picked form but for the number of slices, whether they grow, at balance the order, or the
+        layout.
         """
         work = self._work
         sides = [work.torch_alone(), work.alone(tile)]

@@ -25,7 +25,7 @@ from dovetail.bench.fused.spec import TILE_ROWS, Op, Shape, Spec
 from dovetail.hw.gpu.device import Device
 from dovetail.ops.gpu.decomposed import Chunked, How, Rows, Unfused
 from dovetail.ops.gpu.dma import LANES, WORDS_ON_DEVICE
-from dovetail.ops.gpu.exchange import GPU, Buffers, Exchange, Layout, slice_rows_of
+from dovetail.ops.gpu.exchange import GPU, Buffers, Exchange, Layout, first_rows_of, slice_rows_of
 from dovetail.ops.gpu.tiles import Order, RowTiles, row_tiles
 
 #: A forgotten flag ends a run soon: a kernel that is over raises no more.
@@ -262,7 +262,8 @@ class Work(ABC):
         return self._fused(made, "default", {"lanes": LANES, "tile": tile}, self.buffers, Role.DEFAULT)
 
     def _fused(self, made: Any, name: str, setting: dict[str, Any], buffers: Buffers, role: Role) -> Contender:
-        more = {"slice_rows": made.tiles.slice_rows, "words": WORDS[WORDS_ON_DEVICE]}
+        more = {"slice_rows": made.tiles.slice_rows, "first_rows": made.tiles.first_rows}
+        more["words"] = WORDS[WORDS_ON_DEVICE]
         more["layout"] = str(buffers.exchange.layout)
         return Contender(
             kind=Kind.DMA, name=name, start=lambda stream: self.start(made, stream), buffers=buffers, role=role,
@@ -272,7 +273,7 @@ class Work(ABC):
     def decomposed(self, chunks: Chunks) -> Contender:
         """The operator in chunks."""
         number, how, by_torch = chunks.number, chunks.how, chunks.tile is None
-        rows_each, first, buffers = *self.slices_of(number, chunks.first), self._by_layout[chunks.layout]
+        rows_each, first, buffers = *self.cut_rows(number, chunks.first), self._by_layout[chunks.layout]
         made = self._kept(Chunked(
             self.device, buffers, rows_each, first_rows=first, how=how, timeout_s=TIMEOUT_S, streams=self._streams,
             words_on_device=chunks.words_on_device,
@@ -305,10 +306,10 @@ class Work(ABC):
         """Rows of one of so many slices of all that leaves."""
         return slice_rows_of(sum(self.exchange.send[1:]), 1 << 30, self._step, number)
 
-    def slices_of(self, number: int, first: int = 1) -> tuple[int, int | None]:
+    def cut_rows(self, number: int, first: int = 1) -> tuple[int, int | None]:
         """Rows of such a slice, and of the first one if that is smaller."""
         rows = self.slice_rows(number)
-        least = max(rows // first // self._step, 1) * self._step
+        least = first_rows_of(rows, self._step, first)
         return rows, least if least < rows else None
 
     @property

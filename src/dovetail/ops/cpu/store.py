@@ -70,13 +70,23 @@ def _in_one(c: calls.Product, rows: int, copied: int) -> bool:
 def gemm_all_to_all(g: OpsGroup, c: calls.GemmAllToAll, *, order: Order = remote_first) -> torch.Tensor:
     """Each destination's rows, written where they end."""
     rank, size, n = g.group.rank, g.group.size, c.n
+    whole: torch.Tensor | None = None
     if c.even and size > 1 and (out := _gemm_small(g, c)) is not None:
         return out
+    if not c.even and size > 1 and (found := _gemm_few(g, c)) is not None:
+        whole, is_there = found
+        if is_there:
+            return whole
     out = g.blocks.empty((sum(c.receive), n), c.dtype)
-    slots = g.agree(c.text, (g.blocks.offset(out),), (*c.send, *c.receive))
+    splits, words = (*c.send, *c.receive), (g.blocks.offset(out), _region_of(c) or 0)
+    slots = g.agree(c.text, words, splits)
+    if whole is None and any(row[0] == _STAGED for row in slots):
+        slots = g.agree(c.text, words, splits)  # once more: who sent to stages had said nothing of its memory
+    g.push(size * max(row[1] for row in slots))  # the smallest stage decides for all: next time it is large enough
     starts = [sum(c.send[:d]) for d in range(size)]
     copied = c.rows * n * c.dtype.itemsize
-    whole = torch.mm(c.x, c.w.t()) if c.rows and _in_one(c, c.rows // size, copied) else None
+    if whole is None and c.rows and _in_one(c, c.rows // size, copied):
+        whole = torch.mm(c.x, c.w.t())
     with _unfinished(g, out):
         for d in order(rank, size):
             if not c.send[d]:
@@ -106,6 +116,41 @@ def _gemm_small(g: OpsGroup, c: calls.GemmAllToAll) -> torch.Tensor | None:
     g.agree(c.text, (), (*c.send, *c.receive), copies=copies)
     _native().copy(here, stages[rank], size * part)
     return whole
+
+
+def _gemm_few(g: OpsGroup, c: calls.GemmAllToAll) -> tuple[torch.Tensor, bool] | None:
+    """The same with rows that are shared out unevenly: each source has a region of every stage.
+
+    (the result, True), or (the product, False) if some rank has more rows than that: then all look for memory. None if
+    this one has; it says so in the exchange that follows.
+    """
+    rank, size, row = g.group.rank, g.group.size, c.n * c.dtype.itemsize
+    most, region = _region_of(c), g.region
+    if most is None or (stages := g.push(size * most)) is None or most > region:
+        return None
+    whole = torch.mm(c.x, c.w.t())
+    here = whole.data_ptr()
+    begins = [here + row * first for first in itertools.accumulate(c.send, initial=0)]
+    copies = [
+        v for d, stage in enumerate(stages) if d != rank and c.send[d] * row
+        for v in (stage + rank * region, begins[d], c.send[d] * row)
+    ]  # fmt: skip
+    slots = g.agree(c.text, (_STAGED, most), (*c.send, *c.receive), copies=copies)
+    if not all(slot[0] == _STAGED for slot in slots):
+        return whole, False
+    out = whole.new_empty((sum(c.receive), c.n))
+    to, copy = out.data_ptr(), _native().copy
+    for s, rows in enumerate(c.receive):
+        if rows:
+            copy(to, begins[rank] if s == rank else stages[rank] + s * region, rows * row)
+            to += rows * row
+    return out, True
+
+
+def _region_of(c: calls.GemmAllToAll) -> int | None:
+    """Bytes of a source's region of a stage that a call with splits needs; None if it does not go by stages."""
+    row = c.n * c.dtype.itemsize
+    return None if c.even or c.rows * row > _COPIED_BYTES else max(c.send) * row
 
 
 def all_gather_matmul(g: OpsGroup, c: calls.AllGatherMatmul, *, order: Order = local_first) -> torch.Tensor:

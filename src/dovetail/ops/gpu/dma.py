@@ -5,8 +5,8 @@ are in host memory. The computation is launched first and the copies are issued 
 recorded before it; the caller's stream then waits for the last copy. Nothing here waits on the host.
 
 Peers in host memory have no computation of their own. What they send is read by the GPU's engines, so the bytes that
-cross the link are those of a real all-to-all, both ways: `paced` peers are in step with the GPU (their n-th slice is
-there when the GPU's n-th one is), others have everything ready at the start.
+cross the link are those of a real all-to-all, both ways: `paced` peers are in step with the GPU (a part of their rows
+is there when the GPU has as large a part of its own), others have everything ready at the start.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dovetail.hw.gpu.ticket import GpuTicket
 from dovetail.ops.gpu.exchange import GPU, Buffers, Exchange, Layout, Pace, first_rows_of, slice_rows_of
 from dovetail.ops.gpu.launch import BagLaunch, GemmLaunch, PoolShape, SplitK
 from dovetail.ops.gpu.place import Placing
-from dovetail.ops.gpu.tiles import LARGE, Blocks, Order, RowTiles, across, row_tiles
+from dovetail.ops.gpu.tiles import Blocks, Order, RowTiles, across, large_blocks, row_tiles
 from dovetail.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -163,13 +163,13 @@ class DmaGemm:
         Whole tiles are best. If `slice_rows` is given, slices do not grow unless `first_rows` is, too.
         """
 
-        exchange, self.blocks = buffers.exchange, blocks or LARGE
+        exchange, cores = buffers.exchange, device.driver.num_multiprocessors(device.index)
+        self.blocks = blocks or large_blocks(w_shape[0], cores)
         gemm_exchange(x_shape, w_shape, dtype, exchange.send, exchange.receive)
         (self.M, self.K), self.N, self.dtype = x_shape, w_shape[0], dtype
         height = self.blocks.height
         self.tiles = across(_cut(exchange, height, slice_rows, first_rows, order), height)
         self.y = buffers.y[GPU][: exchange.y_bytes(GPU)].view(dtype).view(self.M, self.N)
-        cores = device.driver.num_multiprocessors(device.index)
         self.kernel = GemmLaunch(self.tiles, self.N, self.K, cores, self.y.device, blocks=self.blocks, split=split)
         self._operands: tuple[torch.Tensor, torch.Tensor] | None = None
         plan = exchange.sliced(self.tiles, pace=pace, lanes=lanes)

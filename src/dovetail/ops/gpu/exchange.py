@@ -49,7 +49,7 @@ class Layout(StrEnum):
 
 
 def slice_rows_of(rows: int, row_bytes: int, tile_rows: int = 1, num_slices: int = NUM_SLICES) -> int:
-    """Rows of a slice: about `num_slices` in all, none below `LEAST_SLICE_BYTES`, whole tiles.
+    """Rows of a slice: about `num_slices` in all, or larger ones of about `LEAST_SLICE_BYTES`; whole tiles.
 
     >>> slice_rows_of(12288, 16384, 128)
     1024
@@ -58,13 +58,13 @@ def slice_rows_of(rows: int, row_bytes: int, tile_rows: int = 1, num_slices: int
     return max(1, round(wanted / tile_rows)) * tile_rows
 
 
-def first_rows_of(slice_rows: int, tile_rows: int = 1) -> int:
+def first_rows_of(slice_rows: int, tile_rows: int = 1, part: int = FIRST_PART) -> int:
     """Rows of the first slice: the sooner it is there, the sooner copies begin.
 
     >>> first_rows_of(1024, 128), first_rows_of(1024)
     (128, 64)
     """
-    return min(max(slice_rows // FIRST_PART // tile_rows, 1) * tile_rows, slice_rows)
+    return min(max(slice_rows // part // tile_rows, 1) * tile_rows, slice_rows)
 
 
 class Slices(NamedTuple):

@@ -7,7 +7,7 @@ with; who waits for the flags is not its business.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -53,7 +53,7 @@ def waves(num_tiles: int, columns: int, programs: int, split: int = 0, parts: in
 def few_waves(num_tiles: int, columns: int, programs: int) -> tuple[int, int]:
     """(row tiles to split, programs to each of their tiles): what makes the fewest waves, with the fewest parts.
 
-    None, (0, 1), if none makes fewer.
+    At most a wave of tiles is split, (0, 1) is none. Multiprocessors are taken to hold one program each.
 
     >>> few_waves(20, 16, 132), few_waves(21, 16, 132), few_waves(132, 32, 132)
     ((4, 2), (5, 3), (0, 1))
@@ -112,35 +112,52 @@ def task_table(
     return np.array(rows, np.int64).reshape(-1, 10), sums, split_tiles
 
 
+#: Memory to work in, on the GPU: so many numbers in fp32. It may be the same each time, if launches follow each other.
+Scratch = Callable[[int], "torch.Tensor"]
+
+
 class GemmLaunch:
     """y = x @ w.T of given sizes, by rows in the order of a table of tiles.
 
     Nothing can be sent before the first tiles are finished, and a last wave that is not full leaves programs idle.
-    Several programs to a tile help with both.
+    Several programs to a tile help with both. Launches must follow each other on the GPU: they count in the same words
+    and add up in the same memory.
     """
 
     def __init__(
         self, tiles: RowTiles, n: int, k: int, multiprocessors: int, where: torch.device, *,
         blocks: Blocks, split: SplitK | str = SplitK.NONE, parts: Sequence[int] | None = None,
+        scratch: Scratch | None = None,
     ) -> None:  # fmt: skip
-        """`parts`: programs to a tile of each row tile, instead of those of `split`."""
+        """`parts`: programs to a tile of each row tile, instead of those of `split`; `scratch`: for sums of parts."""
         import torch
 
-        self.N, self.K, self.blocks, self._tiles = n, k, blocks, tiles
+        self.N, self.K, self.blocks, self.split = n, k, blocks, SplitK(split)
         self._tables = _Tables(tiles, where)
         self._programs = multiprocessors
         columns, num_tiles, steps = -(-n // blocks.width), len(tiles.tiles), -(-k // blocks.depth)
-        self.split = SplitK(split)
+        if parts is None:
+            parts = parts_of(split, num_tiles, columns, multiprocessors, steps)
         #: Programs to a tile, of each row tile.
-        self.parts = tuple(parts or parts_of(split, num_tiles, columns, multiprocessors, steps))
+        self.parts = tuple(parts)
         if len(self.parts) != num_tiles or min(self.parts, default=1) < 1 or max(self.parts, default=1) > max(steps, 1):
             raise ValueError(f"parts {self.parts} for {num_tiles} row tiles and {steps} steps of K")
+        self._how = {
+            "BM": blocks.height, "BN": blocks.width, "BK": blocks.depth, "EVEN_M": tiles.is_even(blocks.height),
+            "EVEN_N": n % blocks.width == 0, "EVEN_K": k % blocks.depth == 0, "PRECISION": "ieee",
+            "num_warps": blocks.warps, "num_stages": blocks.stages,
+        }  # fmt: skip
         self._tasks: torch.Tensor | None = None
         if any(number > 1 for number in self.parts):
             table, sums, split_tiles = task_table(tiles, columns, steps, self.parts, blocks.group)
             self._tasks = torch.from_numpy(table).to(where)
-            self._sums = torch.empty((sums, blocks.height, blocks.width), dtype=torch.float32, device=where)
+            self._num_sums = sums * blocks.height * blocks.width
+            if scratch is None:
+                own = torch.empty(self._num_sums, device=where)
+                scratch = lambda _: own  # noqa: E731
+            self._scratch = scratch
             self._arrivals = torch.zeros(split_tiles, dtype=torch.int64, device=where)
+            self._spoiled = torch.full((len(tiles.slices),), -1, dtype=torch.int64, device=where)
 
     def __call__(
         self, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, flags: torch.Tensor | None = None, value: int = 0
@@ -148,24 +165,19 @@ class GemmLaunch:
         """Launches it in torch's current stream. `flags`: the addresses of the slices' words, which get `value`."""
         from dovetail.ops.kernels.gemm import gemm_slices_kernel, gemm_tasks_kernel
 
-        b, t = self.blocks, self._tables
+        t, how = self._tables, {**self._how, "SOFT": not x.is_cuda}
         flags = t.no_flags if flags is None else flags
-        how = {
-            "BM": b.height, "BN": b.width, "BK": b.depth, "EVEN_M": self._tiles.is_even(b.height),
-            "EVEN_N": self.N % b.width == 0, "EVEN_K": self.K % b.depth == 0, "PRECISION": "ieee",
-            "SOFT": not x.is_cuda, "num_warps": b.warps, "num_stages": b.stages,
-        }  # fmt: skip
         if not self.N or not len(t.tiles):
             return
         if self._tasks is not None:
             gemm_tasks_kernel[(len(self._tasks),)](
-                x, w, y, self._tasks, t.slice_tiles, t.counters, flags, self._sums, self._arrivals, value, _LOOKS,
-                self.N, self.K, **how,
+                x, w, y, self._tasks, t.slice_tiles, t.counters, flags, self._scratch(self._num_sums), self._arrivals,
+                self._spoiled, value, _LOOKS, self.N, self.K, **how,
             )  # fmt: skip
         else:
             gemm_slices_kernel[(self._programs,)](
                 x, w, y, t.tiles, t.also, t.slice_tiles, t.counters, flags, value, len(t.tiles), self.N, self.K,
-                GROUP=b.group, PROGRAMS=self._programs, ACROSS=t.is_across, **how,
+                GROUP=self.blocks.group, PROGRAMS=self._programs, ACROSS=t.is_across, **how,
             )  # fmt: skip
 
 

@@ -154,6 +154,7 @@ class Memory:
         #: Set by a kernel to 1 + the place of a value that names no row of its table.
         self.wrong = torch.zeros(1, dtype=torch.int64, pin_memory=device.type != "cpu")
         self._scratch: dict[str, torch.Tensor] = {}
+        self._device, self._sums = device, torch.empty(0, device=device)
 
     @staticmethod
     def of(g: OpsGroup, device: torch.device) -> Memory:
@@ -183,6 +184,12 @@ class Memory:
         """Memory that peers write to."""
         found: torch.Tensor = self.group.world.heap.empty(shape, dtype)
         return found
+
+    def sums(self, number: int) -> torch.Tensor:
+        """So many numbers for kernels to work in, the same for all: their launches follow each other on the GPU."""
+        if self._sums.numel() < number:
+            self._sums = torch.empty(number, device=self._device)
+        return self._sums
 
     def scratch(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """The same, used again by the next call: runs of a group follow each other on the GPU."""
@@ -224,7 +231,7 @@ def _products(
 
     def made() -> GemmLaunch:
         cut = across(pattern.cut(rank, blocks.height, order), blocks.height)
-        return GemmLaunch(cut, c.n, c.k, m.cores, y.device, blocks=blocks, split=SplitK.TAIL)
+        return GemmLaunch(cut, c.n, c.k, m.cores, y.device, blocks=blocks, split=SplitK.TAIL, scratch=m.sums)
 
     kernel, flags = sliced.kernel((c.n, c.k, c.dtype), made, y.device)
 

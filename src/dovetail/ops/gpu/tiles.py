@@ -1,7 +1,7 @@
 """In which order a fused kernel computes its rows: tables made on the host, pure numpy.
 
-Owns the cut of rows into tiles, slices and destinations. A tile never crosses a slice and a slice never crosses a
-destination, so uneven splits and ragged sizes are the same case; rows that go to one destination are neighbours.
+Owns the cut of rows into tiles, slices and destinations. A slice never crosses a destination, and a tile no slice but
+by `across`, so uneven splits and ragged sizes are the same case; rows that go to one destination are neighbours.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ def pieces(
 
     The last slice of a place may have less than `slice_rows`; by default there is one. With `first_rows` the first
     slice has so many and each has twice as many as the one before until they have `slice_rows`, and what would be less
-    than half a slice at the end of a place goes with the one before.
+    than half a slice at the end of a place goes with the one before, which then has up to half as much again.
 
     >>> list(pieces([0, 5, 3], [1, 2], 2))
     [(1, 0, 2), (1, 2, 4), (1, 4, 5), (2, 0, 2), (2, 2, 3)]
-    >>> list(pieces([9, 9], [0, 1], 4, 1))
-    [(0, 0, 1), (0, 1, 3), (0, 3, 9), (1, 0, 4), (1, 4, 9)]
+    >>> list(pieces([8, 9], [0, 1], 4, 1))
+    [(0, 0, 1), (0, 1, 3), (0, 3, 8), (1, 0, 4), (1, 4, 9)]
     """
     size = first_rows
     for place in order:
@@ -82,7 +82,7 @@ def pieces(
             else:
                 end = begin + min(size, slice_rows)
                 end = total if total - end < (end - begin + 1) // 2 else end
-                size *= 2
+                size = min(2 * size, slice_rows)
             yield place, begin, end
             begin = end
 
@@ -110,6 +110,8 @@ def row_tiles(
     if height < 1 or (slice_rows is not None and slice_rows < 1) or (first_rows is not None and first_rows < 1):
         given = f"{height}, {slice_rows} and {first_rows}"
         raise ValueError(f"height, slice_rows and first_rows are at least 1, not {given}")
+    if first_rows is not None and slice_rows is None:
+        raise ValueError(f"slices that grow from {first_rows} rows need slice_rows, too")
     if any(n < 0 for n in rows):
         raise ValueError(f"numbers of rows are not negative: {list(rows)}")
     before = [0] * len(rows) if rows_before is None else rows_before
@@ -196,6 +198,15 @@ LARGE = Blocks(height=128, width=256, depth=64, warps=8, stages=3)
 _MEDIUM = Blocks(height=128, width=128, depth=64, warps=8, stages=4)
 _FLAT = Blocks(height=64, width=128, depth=64, warps=4, stages=4)
 _SINGLE = Blocks(height=64, width=64, depth=32, warps=4, stages=3)
+
+
+def large_blocks(n: int, programs: int) -> Blocks:
+    """`LARGE` in groups that are computed in one wave: a slice is finished with its group.
+
+    >>> large_blocks(8192, 132).group, large_blocks(4096, 132).group
+    (4, 8)
+    """
+    return replace(LARGE, group=max(1, min(LARGE.group, programs // max(1, -(-n // LARGE.width)))))
 
 
 def gemm_blocks(rows: Sequence[int], n: int, k: int, item_bytes: int, programs: int) -> Blocks:

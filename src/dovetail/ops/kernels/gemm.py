@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""GEMM kernels, y = x @ w.T: persistent programs that walk over tiles in the order of a table made on the host.
+"""GEMM kernels, y = x @ w.T, that tell slice by slice what is finished, in the order of a table made on the host.
 
-Owns the tile product, the kernel that tells slice by slice what is finished, and the one for tiles that are
-to be finished early; the fused ones are in `fused_gemm.py`.
+Owns the tile product, the kernel of persistent programs that walk over tiles, and the one with a program to each part
+of K of a tile; the fused ones are in `fused_gemm.py`.
 
 Legend: x [M, K], w [N, K], y [M, N], rows contiguous. A tile is BM x BN, of depth BK. The table of row tiles
 (`dovetail.ops.gpu.tiles`) has five int64 per row tile: first_row, end_row, destination, row in the destination's
@@ -99,13 +99,18 @@ def store_tile(
 
 
 @triton.jit
-def finished(number, slice_tiles, counters, flags, value, columns, there):
-    """A tile of a slice is stored: who stored the last one raises the slice's flag. `there`: it has rows of it."""
+def is_last(number, slice_tiles, counters, columns, has_rows):
+    """Counts a tile that is stored into a slice, if it `has_rows` of it; True for who counts the slice's last one."""
     fence()
-    count = tl.atomic_add(counters + number, 1, mask=there, sem="acq_rel", scope="gpu") + 1
+    count = tl.atomic_add(counters + number, 1, mask=has_rows, sem="acq_rel", scope="gpu") + 1
+    return has_rows & (count % (tl.load(slice_tiles + number) * columns) == 0)
+
+
+@triton.jit
+def raise_flag(number, flags, value, here):
+    """The flag of a slice, if it has one and `here`."""
     flag = tl.load(flags + number)
-    last = there & (count % (tl.load(slice_tiles + number) * columns) == 0) & (flag != 0)
-    signal(flag.to(tl.pointer_type(tl.int64)), value, last)
+    signal(flag.to(tl.pointer_type(tl.int64)), value, here & (flag != 0))
 
 
 @triton.jit(do_not_specialize=["num_tiles", "value"])
@@ -146,10 +151,10 @@ def gemm_slices_kernel(
         )  # fmt: skip
         at = y + first * N + column
         store_tile(at, acc, num_rows, N - column, N, y.dtype.element_ty, BM, BN, EVEN_M, EVEN_N, SOFT)
-        finished(part, slice_tiles, counters, flags, value, columns, num_rows > 0)
+        raise_flag(part, flags, value, is_last(part, slice_tiles, counters, columns, num_rows > 0))
         if ACROSS:
             other = tl.load(also + row_tile)
-            finished(other, slice_tiles, counters, flags, value, columns, other != part)
+            raise_flag(other, flags, value, is_last(other, slice_tiles, counters, columns, other != part))
 
 
 @triton.jit
@@ -170,7 +175,7 @@ def others_added(acc, sums, column, num_others, BM: tl.constexpr, BN: tl.constex
 
 @triton.jit(do_not_specialize=["value", "bound"])
 def gemm_tasks_kernel(
-    x, w, y, tasks, slice_tiles, counters, flags, sums, arrivals, value: tl.int64, bound: tl.int64, N, K,
+    x, w, y, tasks, slice_tiles, counters, flags, sums, arrivals, spoiled, value: tl.int64, bound: tl.int64, N, K,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, SOFT: tl.constexpr,
 ):  # fmt: skip
@@ -178,12 +183,13 @@ def gemm_tasks_kernel(
 
     The program with the last part of a tile adds the others to its own, in their order, so the bits are always the
     same. It waits for them: they have lower numbers, so they began before and wait for nobody. If one does not come
-    within `bound` looks, the tile is not stored and its flag is not raised.
+    within `bound` looks, the tile is not stored and no flag of its slices is raised in this run; the next one is right.
 
     Args:
         tasks: int64 [programs, 10], see the columns at the top.
         sums: fp32 [parts but the last of each tile, BM, BN], memory to work in.
         arrivals: int64, one per tile of several parts, zero before the first run; they count on from run to run.
+        spoiled: int64, one per slice: the `value` of the last run in which a tile of it failed.
     """
     task = tasks + tl.program_id(0) * TASK_FIELDS
     first, end = tl.load(task + TASK_FIRST), tl.load(task + TASK_END)
@@ -200,7 +206,7 @@ def gemm_tasks_kernel(
     mine = sums + place * (BM * BN)
     if parts < 0:  # not the last part of its tile
         tl.store(mine + tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :], acc)
-        arrive(arrival, 2)
+        arrive(arrival, 1)
     else:
         there = tl.full((), 1, tl.int1)
         if parts > 1:
@@ -211,18 +217,26 @@ def gemm_tasks_kernel(
                 looks += 1
             there = seen % parts == parts - 1
             fence()
-        at = y + first * N + column
-        WIDTH: tl.constexpr = BN // 4
-        left, right = halves(acc, BM, BN)
-        a, b = halves(left, BM, BN // 2)
-        c, d = halves(right, BM, BN // 2)
-        quarters = (a, b, c, d)
-        for k in tl.static_range(4):
-            part = others_added(quarters[k], mine, k * WIDTH, parts - 1, BM, BN, WIDTH)
-            wide = num_columns - k * WIDTH
-            store_tile(at + k * WIDTH, part, num_rows, wide, N, y.dtype.element_ty, BM, WIDTH, EVEN_M, EVEN_N, SOFT)
+        if there:
+            at = y + first * N + column
+            WIDTH: tl.constexpr = BN // 4
+            left, right = halves(acc, BM, BN)
+            a, b = halves(left, BM, BN // 2)
+            c, d = halves(right, BM, BN // 2)
+            quarters = (a, b, c, d)
+            for k in tl.static_range(4):
+                part = others_added(quarters[k], mine, k * WIDTH, parts - 1, BM, BN, WIDTH)
+                wide = num_columns - k * WIDTH
+                store_tile(
+                    at + k * WIDTH, part, num_rows, wide, N, y.dtype.element_ty, BM, WIDTH, EVEN_M, EVEN_N, SOFT
+                )  # fmt: skip
+        else:
+            tl.store(spoiled + number, value)
+            tl.store(spoiled + other, value)
         if parts > 1:
             arrive(arrival, parts)
         columns = tl.cdiv(N, BN)
-        finished(number, slice_tiles, counters, flags, value, columns, there)
-        finished(other, slice_tiles, counters, flags, value, columns, there & (other != number))
+        last = is_last(number, slice_tiles, counters, columns, num_rows > 0)
+        raise_flag(number, flags, value, last & (tl.load(spoiled + number) != value))
+        last = is_last(other, slice_tiles, counters, columns, other != number)
+        raise_flag(other, flags, value, last & (tl.load(spoiled + other) != value))
