@@ -28,10 +28,8 @@ from dovetail.ops.names import name_of, named
 _ops = library._ops
 
 
-def _traced(*tensors: Any) -> bool:
-    """Whether a call must go through torch's dispatcher: it is being compiled, or somebody wants gradients."""
-    if torch.compiler.is_compiling():
-        return True
+def _wants_gradients(*tensors: Any) -> bool:
+    """Whether a call that is not being compiled must go through torch's dispatcher."""
     if torch.is_grad_enabled():
         for t in tensors:
             if isinstance(t, torch.Tensor) and t.requires_grad:
@@ -61,20 +59,19 @@ def gemm_all_to_all(
     """
     if torch.compiler.is_compiling():
         return _ops.gemm_all_to_all(x, w, output_splits, input_splits, name_of(group), transport)  # type: ignore[no-any-return]
-    ranks = named(name_of(group))
-
-    def make(n: int) -> calls.GemmAllToAll:
-        return calls.gemm_all_to_all(x, w, output_splits, input_splits, n)
-
-    is_traced = _traced(x, w)
-    if not is_traced:
+    ranks, traced = named(name_of(group)), _wants_gradients(x, w)
+    if not traced:
         if output_splits is input_splits is None:
             found = quick.run(ranks, "gemm_all_to_all", x, w, transport)
         else:
             found = quick.run(ranks, quick.UNEVEN, x, w, transport, (output_splits, input_splits))
         if found is not None:
             return found
-    if is_traced:
+
+    def make(n: int) -> calls.GemmAllToAll:
+        return calls.gemm_all_to_all(x, w, output_splits, input_splits, n)
+
+    if traced:
         call, _ = run.checked(ranks, make, transport)
         splits = (None, None) if call.even else (list(call.receive), list(call.send))
         return _ops.gemm_all_to_all(x, w, *splits, name_of(group), transport)  # type: ignore[no-any-return]
@@ -112,11 +109,11 @@ def matmul_reduce_scatter(
 def _product(op: str, x: Any, w: Any, group: Any, transport: str) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return getattr(_ops, op)(x, w, name_of(group), transport)  # type: ignore[no-any-return]
-    ranks, make = named(name_of(group)), getattr(calls, op)
-    is_traced = _traced(x, w)
-    if not is_traced and (found := quick.run(ranks, op, x, w, transport)) is not None:
+    ranks, traced = named(name_of(group)), _wants_gradients(x, w)
+    if not traced and (found := quick.run(ranks, op, x, w, transport)) is not None:
         return found
-    if is_traced:
+    make = getattr(calls, op)
+    if traced:
         run.checked(ranks, lambda n: make(x, w, n), transport)
         return getattr(_ops, op)(x, w, name_of(group), transport)  # type: ignore[no-any-return]
     return run.run(ranks, lambda n: make(x, w, n), transport)
@@ -168,7 +165,7 @@ def embedding_all_to_all(
             offsets = torch.nn.functional.pad(lengths.to(torch.int64).cumsum(0), (1, 0))
     else:
         ranks = named(name_of(group))
-        if not _traced(*(tables if isinstance(tables, list) else ()), per_sample_weights):
+        if not _wants_gradients(*(tables if isinstance(tables, list) else ()), per_sample_weights):
             found = run.run(ranks, make, transport)
             if num_tables >= 0 and found.shape[1] != num_tables:
                 raise ValueError(f"num_tables is {num_tables}, the ranks have {found.shape[1]} tables together")
