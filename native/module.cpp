@@ -80,13 +80,20 @@ class Repeat {
         step_(step), sums_(sums), dtype_(static_cast<DType>(dtype)) {}
 
   // The d-th part begins `step` bytes after the one before it; that of this rank stays where it is if parts are added up.
-  // Returns what `meet` does.
+  // Without a source all of them are there already. Returns what `meet` does.
   int send(uint64_t source, int half) {
     const auto& stages = halves_[half & 1];
-    for (size_t d = 0; d < stages.size(); ++d)
+    for (size_t d = 0; source && d < stages.size(); ++d)
       if (!sums_ || static_cast<int>(d) != rank_)
         std::memcpy(reinterpret_cast<char*>(stages[d] + rank_ * part_), reinterpret_cast<const char*>(source + d * step_), part_);
     return meet(*caller_, pointers_, bytes_, mine_, seen_);
+  }
+
+  // `send`, and if that was as seen, `finish`.
+  int run(uint64_t source, uint64_t out, uint64_t own, int half) {
+    const int status = send(source, half);
+    if (status == kAsSeen) finish(out, own, half);
+    return status;
   }
 
   // All parts, added up in the order of ranks, this rank's being at `own`; or one behind the other.
@@ -171,6 +178,7 @@ NB_MODULE(_native, m) {
            "caller"_a, "pointers"_a, "bytes"_a, "mine"_a, "seen"_a, "rank"_a, "first"_a, "second"_a, "part"_a, "step"_a,
            "sums"_a, "dtype"_a)
       .def("send", &Repeat::send)
+      .def("run", &Repeat::run)
       .def("finish", &Repeat::finish);
   nb::class_<Shapes>(m, "Shapes").def(nb::init<>()).def("add", &Shapes::add).def("find", &Shapes::find, "x"_a.none(), "w"_a.none());
   nb::class_<Counter>(m, "Counter")

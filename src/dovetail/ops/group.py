@@ -47,15 +47,16 @@ class Ends(Protocol):
 
 
 class Repeat:
-    """A call like one that was made before, in few steps: `send`, then `finish(out, own, half)`, its native part.
+    """A call like one that was made before, in few steps: `send`, then `finish(out, own, half)`, its native part; or
+    both by `run`.
 
     That adds up everybody's parts at address `out`, this rank's being at `own`; or puts them there one after the other.
     """
 
-    __slots__ = ("_group", "_said", "_send", "_stages", "finish")
+    __slots__ = ("_group", "_run", "_said", "_send", "_stages", "finish")
 
     def __init__(self, group: OpsGroup, made: Any, said: tuple[bytes, str, Sequence[int]]) -> None:
-        self._group, self._send, self.finish = group, made.send, made.finish
+        self._group, self._send, self._run, self.finish = group, made.send, made.run, made.finish
         self._said, self._stages = said, (group.plain, group.stage_epoch, group.group.timeout_s)
 
     @property
@@ -64,8 +65,13 @@ class Repeat:
         group = self._group
         return (group.plain, group.stage_epoch, group.group.timeout_s) != self._stages
 
+    @property
+    def half(self) -> int:
+        """Which half of the stages the next call uses."""
+        return self._group.meetings & 1
+
     def send(self, source: int) -> int:
-        """Sends, and meets the others; returns which half of the stage has what they sent.
+        """Sends, and meets the others; returns which half of the stage has what they sent. 0: it is there already.
 
         Raises:
             MismatchError, PeerError, Timeout: as `OpsGroup.agree`.
@@ -77,6 +83,17 @@ class Repeat:
         if status != AS_SEEN:
             group.judge(status, *self._said)
         return half
+
+
+    def run(self, source: int, out: int, own: int) -> None:
+        """`send`, then `finish`."""
+        group = self._group
+        half = group.meetings & 1
+        status = self._run(source, out, own, half)
+        group.meetings += 1
+        if status != AS_SEEN:
+            group.judge(status, *self._said)
+            self.finish(out, own, half)
 
 
 class OpsGroup:
@@ -158,10 +175,9 @@ class OpsGroup:
         )
         return Repeat(self, made, (mine, text, splits))
 
-    def stage_halves(self, shape: tuple[int, ...], dtype: Any) -> tuple[Any, Any]:
-        """This rank's stage as tensors, one for each half."""
-        rank = self.group.rank
-        begins = [half[rank] - self._bases[rank] for half in self._halves]
+    def stage_halves(self, rank: int, shape: tuple[int, ...], dtype: Any, at_byte: int = 0) -> tuple[Any, Any]:
+        """A rank's stage as tensors, one for each half, or what begins at a byte of it."""
+        begins = [half[rank] - self._bases[rank] + at_byte for half in self._halves]
         return self.at(rank, begins[0], shape, dtype), self.at(rank, begins[1], shape, dtype)
 
     def _packed(self, words: Sequence[int], splits: Sequence[int]) -> bytes:

@@ -350,14 +350,21 @@ class Repeated(ABC):
         if isinstance(c, calls.AllGatherMatmul) and c.x.nbytes <= _COPIED_INPUT:
             repeat = g.repeat(c.text, (), part=c.x.nbytes, step=0, sums=False, dtype=number)
             shape = (c.world * c.rows, c.k)
-            return None if repeat is None else _Gathered(repeat, g.stage_halves(shape, c.dtype))
+            return None if repeat is None else _Gathered(repeat, g.stage_halves(g.group.rank, shape, c.dtype))
         one = part // c.world
         if isinstance(c, calls.GemmAllToAll) and c.even and part <= _COPIED_BYTES:
             repeat = g.repeat(c.text, (*c.send, *c.receive), part=one, step=one, sums=False, dtype=number)
             return None if repeat is None else _InPlace(repeat)
-        if isinstance(c, calls.MatmulReduceScatter) and _in_one(c, c.rows // c.world, part) and part <= _STAGE_BYTES:
+        if isinstance(c, calls.MatmulReduceScatter) and part <= _STAGE_BYTES:
+            rank, shape = g.group.rank, (c.rows // c.world, c.n)
             repeat = g.repeat(c.text, (), part=one, step=one, sums=True, dtype=number)
-            return None if repeat is None else _Scattered(repeat, (c.rows // c.world, c.n), g.group.rank * one)
+            if repeat is None:
+                return None
+            if _in_one(c, shape[0], part):
+                return _Scattered(repeat, shape, rank * one)
+            order = remote_first(rank, c.world)
+            there = [g.stage_halves(d, shape, c.dtype, rank * one) for d in order[:-1]]
+            return _Direct(repeat, order, (shape[0], c.k), there)
         return None
 
     @abstractmethod
@@ -376,7 +383,7 @@ class _InPlace(Repeated):
             return None
         out = torch.mm(x, w.t())
         here = out.data_ptr()
-        repeat.finish(here, here, repeat.send(here))
+        repeat.run(here, here, here)
         return out
 
 
@@ -394,10 +401,36 @@ class _Scattered(Repeated):
         if repeat.is_over:
             return None
         whole = torch.mm(x, w.t())
-        here = whole.data_ptr()
-        half = repeat.send(here)
-        out = whole.new_empty(self._shape)
-        repeat.finish(out.data_ptr(), here + self._own, half)
+        here, out = whole.data_ptr(), whole.new_empty(self._shape)
+        repeat.run(here, out.data_ptr(), here + self._own)
+        return out
+
+
+class _Direct(Repeated):
+    """This rank's rows of the sum; those of others are computed straight into their stages."""
+
+    __slots__ = ("_order", "_shape", "_there")
+
+    def __init__(
+        self, repeat: Repeat, order: list[int], shape: tuple[int, int], there: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:  # fmt: skip
+        """`order`: this rank last; `shape`: of each rank's rows of x; `there`: in both halves of the others' stages."""
+        super().__init__(repeat)
+        self._order, self._shape, self._there = order, shape, there
+
+    def __call__(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor | None:
+        repeat = self._repeat
+        if repeat.is_over:
+            return None
+        shape, columns, half, begin = self._shape, w.t(), repeat.half, x.storage_offset()
+        stride, step = (shape[1], 1), shape[0] * shape[1]
+        # As strided: the view that takes the least of torch, little of which is in a cache between two calls.
+        *parts, own = [x.as_strided(shape, stride, begin + d * step) for d in self._order]
+        for part, halves in zip(parts, self._there, strict=True):
+            torch.mm(part, columns, out=halves[half])
+        out = torch.mm(own, columns)
+        here = out.data_ptr()
+        repeat.run(0, here, here)
         return out
 
 
