@@ -139,14 +139,15 @@ def _warm_up(going: Sequence[Contender], load: Load | None) -> None:
     for contender in going:
         learns, taken = contender.name == Path.AUTO, [contender.once()]
         if learns and load:
-            begun = contender.took.total()
+            number = 0
             for _ in range(_MOST_WINDOWS):
                 try:
-                    load.beside(contender.once, taken[0][1])
+                    found = load.beside(contender.once, taken[0][1])[0]
                 except HardwareError as error:
                     logger.info("%s, to warm up: %s", contender.name, error)
                     break
-                if contender.took.total() - begun >= SETTLED:
+                number += len(found)
+                if number >= SETTLED:
                     break
         elif learns:
             while len(taken) < SETTLED and sum(time_us for _, time_us in taken) < _MOST_WARM_US:
