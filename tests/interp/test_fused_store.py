@@ -501,11 +501,12 @@ def _mutated(me: Rank, op: str, removed: int) -> str:
 
 
 def _gemm_slices() -> str:
-    """Flags of finished slices, in host memory; run after run, the own slice without one."""
+    """Flags of finished slices, in host memory; run after run, the own slice without one; tiles across slices."""
     from dovetail.ops.kernels.gemm import gemm_slices_kernel
 
     rows, n, k, rank = [21, 0, 40], 50, 40, 0
-    made = tiles.row_tiles(rows, rank, 16, slice_rows=12)
+    made = tiles.across(tiles.row_tiles(rows, rank, 16, slice_rows=12), 16)
+    assert made.also is not None
     words = torch.zeros(len(made.slices), dtype=torch.int64)
     flags = torch.tensor([words.data_ptr() + 8 * s for s in range(len(words))])
     own = torch.from_numpy(made.slices[:, tiles.DESTINATION].copy()) == rank
@@ -515,10 +516,10 @@ def _gemm_slices() -> str:
         x = lib.numbers(0, run, sum(rows), k, dtype=torch.bfloat16)
         w = lib.numbers(1, run, n, k, dtype=torch.bfloat16)
         y = torch.full((sum(rows), n), float("nan"), dtype=torch.bfloat16)
-        tables = [torch.from_numpy(t.copy()) for t in (made.tiles, made.slice_tiles)]
+        tables = [torch.from_numpy(t.copy()) for t in (made.tiles, made.also, made.slice_tiles)]
         gemm_slices_kernel[(programs,)](
             x, w, y, *tables, counters, flags, (run << 40) + 5, len(made.tiles), n, k,
-            16, 32, 32, 2, programs, False, False, False, "ieee", True,
+            16, 32, 32, 2, programs, True, False, False, False, "ieee", True,
         )  # fmt: skip
         wrong = lib.differs(y, lib.product(x, w))
         if wrong or words[~own].tolist() != [(run << 40) + 5] * int((~own).sum()) or words[own].any():
