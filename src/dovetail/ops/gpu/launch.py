@@ -153,7 +153,7 @@ class GemmLaunch:
             self._tasks = torch.from_numpy(table).to(where)
             self._num_sums = sums * blocks.height * blocks.width
             if scratch is None:
-                own = torch.empty(self._num_sums, device=where)
+                own = torch.empty(self._num_sums, dtype=torch.float32, device=where)
                 scratch = lambda _: own  # noqa: E731
             self._scratch = scratch
             self._arrivals = torch.zeros(split_tiles, dtype=torch.int64, device=where)

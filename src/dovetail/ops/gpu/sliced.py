@@ -154,7 +154,7 @@ class Memory:
         #: Set by a kernel to 1 + the place of a value that names no row of its table.
         self.wrong = torch.zeros(1, dtype=torch.int64, pin_memory=device.type != "cpu")
         self._scratch: dict[str, torch.Tensor] = {}
-        self._device, self._sums = device, torch.empty(0, device=device)
+        self._sums = torch.empty(0, dtype=torch.float32, device=device)
 
     @staticmethod
     def of(g: OpsGroup, device: torch.device) -> Memory:
@@ -188,7 +188,7 @@ class Memory:
     def sums(self, number: int) -> torch.Tensor:
         """So many numbers for kernels to work in, the same for all: their launches follow each other on the GPU."""
         if self._sums.numel() < number:
-            self._sums = torch.empty(number, device=self._device)
+            self._sums = self._sums.new_empty(number)
         return self._sums
 
     def scratch(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
