@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from dovetail.bench.overlap import LLAMA, lines, pick, plans, rows_of, scale, ve
 from dovetail.bench.overlap.sample import ALWAYS_DMA, AUTO, CONCCL, TRIED, Sampled, others, slowest
 from dovetail.bench.overlap.spec import RATIOS, Spec
 from dovetail.bench.overlap.suite import QUICK
-from dovetail.bench.overlap.tune import COMPUTES, MOST_SLOWDOWN, PIECES, End, while_both
+from dovetail.bench.overlap.tune import COMPUTES, MOST_SLOWDOWN, PIECES, End, Tuner, while_both
 from dovetail.overlap import ideal
 from dovetail.overlap.strategy import Setting, Strategy
 from dovetail.overlap.tables import ByCores, Tables
@@ -243,6 +244,17 @@ def test_one_that_waited_for_the_other_has_the_greatest_slowdown() -> None:
     assert (compute, comm) == (pytest.approx(1.5), 1.0)  # its cores alone
 
 
+def test_a_partition_costs_what_it_costs_the_worst_of_the_shapes() -> None:
+    tuner = Tuner(SimpleNamespace(place=SimpleNamespace(num_cores=132)), 60.0, 0.0)
+    tuner._own_by_cores[Bound.MEMORY, False] = ByCores(((116, 1.1), (124, 1.05), (132, 1.0)))
+    tuner._compute_by_cores[Bound.MEMORY] = ByCores(((116, 1.1), (124, 1.26), (132, 1.0)))
+    cases = {8: 1.26 / 1.05, 16: 1.0}
+    for cores, risk in cases.items():
+        assert tuner._shape_risk(Setting(Strategy.DMA_PARTITION, cores), Bound.MEMORY) == pytest.approx(risk)
+    assert tuner._shape_risk(Setting(Strategy.DMA_PARTITION, 8), Bound.STREAM) == 1  # nothing was measured
+    assert tuner._shape_risk(Setting(Strategy.DMA), Bound.MEMORY) == 1
+
+
 # --- on a stand-in driver, in a process of its own
 
 WORK = """
@@ -319,7 +331,7 @@ gauge = PairGauge(Clockwork(), pause_s=0.0, window_s=0.05)
 import dovetail.bench.overlap.energy as energy
 energy.LEAST_US = 0.0
 found["energy"] = run(small[:1], gauge=gauge)[0]
-tune.PIECES, tune.BESIDE = (5632, 1408), 2
+tune.PIECES, tune.BESIDE, tune._SHORT_ROUNDS = (5632, 1408), 2, 5
 with Session("cuda") as session, GpuSite(session, 4, lambda c: Fill(c, session)) as site:
     sites[:] = [site]
     outcome = tune.measure(site, None, 60.0, time.monotonic())
@@ -407,7 +419,8 @@ def test_tuning_on_a_stand_in_driver(found: dict[str, Any]) -> None:
     assert {row[0] for row in section["beside"]} == {
         "streams", "priority", "partition", "priority+partition", "dma", "dma+partition"
     }  # fmt: skip
-    assert {(row[2], row[3]) for row in section["beside"]} == {(b, k) for b in ("compute", "memory") for k in kinds}
+    assert {(row[2], row[3]) for row in section["beside"]} == {(b, k) for b in Bound for k in kinds}
+    assert set(section["compute_alone"]) == set(section["compute_by_cores"]) == set(Bound)
     assert all(row["correct"] for row in found["tune rows"])
     assert any(line.startswith("dma, while both run: computation x") for line in found["tune lines"])
     assert found["short"][0].startswith("out of time: 6 of 12 ")

@@ -90,7 +90,7 @@ def together(
     if not traffic.local and row.kind != traffic.kind:
         notes.append(f"{traffic.kind} was not measured: figures of {row.kind}")
     if row.bound is not bound:
-        notes.append(f"{setting} was not measured beside what {bound} bounds: figures of {row.bound}")
+        notes.append(f"{setting} was not measured beside a computation of the sort {bound}: figures of {row.bound}")
     if row.cores != setting.cores and setting.strategy is not Strategy.DMA:
         notes.append(f"{setting} was not measured: figures of {row.cores} cores")
     return time_us, tuple(notes)
@@ -121,7 +121,7 @@ def plain(
         if setting.strategy is Strategy.SERIAL:
             worst: tuple[float, tuple[str, ...]] | None = (compute_us + comm_us, ())
         else:
-            bounds = [bound] if bound else list(Bound)
+            bounds = [bound] if bound else [Bound.COMPUTE, Bound.MEMORY]
             every = [together(setting, each, compute_us, comm_us, traffic, known) for each in bounds]
             worst = max((one for one in every if one), default=None)
         if worst is not None:
@@ -134,8 +134,10 @@ def plain(
 def best_of(ranked: list[Prediction], traffic: Traffic) -> Setting:
     near = [p for p in ranked if p.time_us <= ranked[0].time_us * (1 + NEAR)]
     if all(p.joules is not None for p in near):
-        return min(near, key=lambda p: (p.joules, p.time_us)).setting
-    return min(near, key=lambda p: (p.setting.moved_by is Mover.CORES or traffic.local, p.time_us)).setting
+        return min(near, key=lambda p: (p.joules, p.setting.strategy in PARTITIONED, p.time_us)).setting
+    by_cores = [p for p in near if p.setting.moved_by is Mover.CORES or traffic.local]
+    thrifty = [p for p in near if p not in by_cores] or near
+    return min(thrifty, key=lambda p: (p.setting.strategy in PARTITIONED, p.time_us)).setting
 
 
 # --- tables and traffic of anything

@@ -61,6 +61,8 @@ def test_the_balance_of_the_machine_tells_what_bounds() -> None:
     known = tables()  # 200 FLOPs for each byte
     assert policy.bound_of(Load(flops=2e9, size_bytes=1e7), known) is Bound.COMPUTE
     assert policy.bound_of(Load(flops=1.99e9, size_bytes=1e7), known) is Bound.MEMORY
+    assert policy.bound_of(Load(flops=1e7, size_bytes=1e7), known) is Bound.MEMORY
+    assert policy.bound_of(Load(flops=0.99e7, size_bytes=1e7), known) is Bound.STREAM
     for load in (Load(), Load(flops=1e9), Load(size_bytes=1e9)):
         assert policy.bound_of(load, known) is None
     assert policy.bound_of(Load(flops=2e9, size_bytes=1e7), None) is None
@@ -74,6 +76,18 @@ def test_the_roofline_in_microseconds() -> None:
     assert policy.alone_us(Load(flops=8e11, size_bytes=8e9), known) == pytest.approx(2000.0)
     assert policy.alone_us(Load(name="x"), known) is None
     assert policy.alone_us(Load(flops=1.0), None) is None
+
+
+def test_short_kernels_take_what_they_were_measured_to_take() -> None:
+    curve = BySize(((50_000_000, 25.0, 132), (400_000_000, 100.0, 132)))
+    known = tables(compute_alone={Bound.MEMORY: curve, Bound.COMPUTE: BySize(((8_000_000_000, 16.0, 132),))})
+    product = Load(flops=8e8, size_bytes=5e7)
+    assert policy.alone_us(product, known) == pytest.approx(25.0)  # the roofline says 12.5
+    ten = dataclasses.replace(product, flops=8e9, size_bytes=5e8)
+    assert policy.alone_us(dataclasses.replace(ten, launches=10), known) == pytest.approx(250.0)
+    assert policy.alone_us(ten, known) == pytest.approx(125.0)  # one long one
+    assert policy.alone_us(Load(flops=1.6e10, size_bytes=1e6), known) == pytest.approx(32.0)  # by FLOPs
+    assert policy.alone_us(Load(flops=1e6, size_bytes=5e7), known) == pytest.approx(12.5)  # a stream: none was measured
 
 
 def test_regret_is_a_share_of_the_best() -> None:
@@ -398,9 +412,15 @@ def test_joules_are_of_the_bytes() -> None:
     assert [p.joules for p in found.predictions] == [pytest.approx(6.0), None]
 
 
-def test_of_equal_energy_the_faster_is_chosen() -> None:
-    known = tables(beside(DMA, 1.01, 1.0), beside(DMA_PARTITION, 1.0, 1.0))
-    assert chosen(known, DMA, DMA_PARTITION).choice == DMA_PARTITION
+@pytest.mark.parametrize("joules", [{}, {Mover.ENGINES: 1.0, Mover.CORES: 3.0}])
+def test_of_equal_energy_a_partition_must_be_clearly_faster(joules: dict[Mover, float]) -> None:
+    def choice(slower: float) -> Setting:
+        known = tables(beside(DMA, slower, 1.0), beside(DMA_PARTITION, 1.0, 1.0), joules_per_gb=joules)
+        return chosen(known, DMA, DMA_PARTITION).choice
+
+    assert (choice(1 + policy.NEAR / 2), choice(1 + 2 * policy.NEAR)) == (DMA, DMA_PARTITION)
+    equal = tables(beside(STREAMS, 1.0, 1.01), beside(PRIORITY, 1.0, 1.0), joules_per_gb=joules)
+    assert chosen(equal, STREAMS, PRIORITY).choice == PRIORITY  # then the faster
 
 
 # --- what is not known -----------------------------------------------------------------------------------------------
@@ -432,7 +452,7 @@ def test_figures_of_something_else_say_so() -> None:
     reason = chosen(known, Setting(Strategy.STREAMS, 24), traffic=other, bound=Bound.MEMORY).reason
     assert reason.count("all_to_all was not measured: figures of all_gather") == 1
     assert "streams 24 was not measured: figures of 16 cores" in reason
-    assert "streams 24 was not measured beside what memory bounds: figures of compute" in reason
+    assert "streams 24 was not measured beside a computation of the sort memory: figures of compute" in reason
     serial = chosen(known, SERIAL_CORES, traffic=other)
     assert serial.reason.endswith("(profile of today); all_to_all was not measured: figures of all_gather")
     assert "figures of" not in chosen(known, Setting(Strategy.STREAMS, 16)).reason

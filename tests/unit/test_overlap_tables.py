@@ -31,6 +31,7 @@ SECTION: dict[str, Any] = {
     "flops": 8e14,
     "memory_bytes_per_s": 4.1e12,
     "link_bytes_per_s": 5.5e10,
+    "compute_alone": {"memory": [[10_000_000, 8.0, 132], [300_000_000, 78.0, 132]]},
     "compute_by_cores": {"compute": [[68, 1.9], [124, 1.06], [132, 1.0]], "memory": [[124, 0.95], [132, 1.0]]},
     "comm_by_cores": {"all_gather": [[8, 1.4], [16, 1.0]]},
     "alone": {
@@ -158,6 +159,19 @@ def test_times_alone_say_what_they_were_measured_with() -> None:
     assert parsed(compute_by_cores={}).compute_slowdown(Bound.COMPUTE, 128) is None
 
 
+def test_what_serves_for_a_sort_of_computation_that_was_not_measured() -> None:
+    rows = [["dma", 0, bound, "all_gather", MB, slow, 1.0] for bound, slow in (("compute", 1.0), ("memory", 2.0))]
+    known = parsed(beside=rows)
+    dma = Setting(Strategy.DMA)
+    assert both(known, dma, Bound.STREAM).bound is Bound.MEMORY
+    assert known.compute_slowdown(Bound.STREAM, 124) == known.compute_slowdown(Bound.MEMORY, 124) == 0.95
+    row = ["dma", 0, "stream", "all_gather", MB, 3.0, 1.0]
+    streams = parsed(beside=[row], compute_by_cores={"stream": [[132, 1.0]]})
+    assert both(streams, dma, Bound.COMPUTE).bound is both(streams, dma, Bound.MEMORY).bound is Bound.STREAM
+    assert streams.compute_slowdown(Bound.COMPUTE, 124) is None  # waves of tiles are not like a stream
+    assert streams.compute_slowdown(Bound.MEMORY, 132) == 1.0
+
+
 def both(
     known: Tables, setting: Setting, bound: Bound = Bound.COMPUTE, size: int = MB, kind: str = "all_gather"
 ) -> Any:
@@ -237,7 +251,7 @@ BROKEN = [
     (
         "compute_by_cores",
         {"heavy": [[132, 1.0]]},
-        "compute_by_cores.heavy: must be one of compute, memory, not 'heavy'",
+        "compute_by_cores.heavy: must be one of compute, memory, stream, not 'heavy'",
     ),
     ("compute_by_cores", {"compute": [[124, 1.1]]}, r"compute_by_cores.compute: must end with \[132, 1.0\]"),
     ("compute_by_cores", {"compute": [[132, 1.1]]}, r"compute_by_cores.compute: must end with \[132, 1.0\]"),

@@ -27,6 +27,8 @@ from dovetail.overlap.tasks import Bound, Load, Mover, Traffic
 #: From here on `dma` is the default where nothing was measured: four fifths of such a copy are copying (A, MI300X).
 DEFAULT_DMA_BYTES = 1 << 20
 NEAR = 0.02  #: two estimates that differ by less are equal, and energy decides
+_PRODUCTS = (Bound.COMPUTE, Bound.MEMORY)  # the worse of them stands for a computation of which nothing is known
+_STREAM_FLOPS_PER_BYTE = 1.0  # a product of one row has this many in bf16; a sum of vectors has a sixth
 _SPLITS = (1, 2, 4, 8)  # times core_step: the partitions that are tried
 _SHOWN = 4  # in a reason
 _SPLIT = 2  # times core_step: the partition of `few`
@@ -68,15 +70,24 @@ def bound_of(load: Load, tables: Tables | None) -> Bound | None:
     """What a computation waits for: its FLOPs for each byte against the machine's; None unless both are known."""
     if tables is None or not load.flops or not load.size_bytes:
         return None
-    compute = load.flops / load.size_bytes >= tables.flops / tables.memory_bytes_per_s
-    return Bound.COMPUTE if compute else Bound.MEMORY
+    flops_per_byte = load.flops / load.size_bytes
+    if flops_per_byte >= tables.flops / tables.memory_bytes_per_s:
+        return Bound.COMPUTE
+    return Bound.STREAM if flops_per_byte < _STREAM_FLOPS_PER_BYTE else Bound.MEMORY
 
 
 def alone_us(load: Load, tables: Tables | None) -> float | None:
-    """The time of a computation by the roofline, of what is known of it; None if nothing is."""
+    """The time of a computation, of what is known of it; None if nothing is.
+
+    By the roofline, and not less than kernels of its sort and size were measured to take: short ones do not reach the
+    machine's rates.
+    """
     if tables is None or not (load.flops or load.size_bytes):
         return None
-    return 1e6 * max(load.flops / tables.flops, load.size_bytes / tables.memory_bytes_per_s)
+    roofline_us = 1e6 * max(load.flops / tables.flops, load.size_bytes / tables.memory_bytes_per_s)
+    bound, launches = bound_of(load, tables), max(load.launches, 1)
+    measured_us = tables.compute_us(bound, load.flops / launches, load.size_bytes / launches) if bound else None
+    return roofline_us if measured_us is None else max(roofline_us, launches * measured_us)
 
 
 def regret(chosen_us: float, best_us: float) -> float:
@@ -121,7 +132,7 @@ def conccl(
 
 def _slower(tables: Tables, bound: Bound | None, cores: int) -> float | None:
     """The computation's slowdown on so many cores, the larger of the two if its bound is not known."""
-    every = [tables.compute_slowdown(each, cores) for each in ([bound] if bound else Bound)]
+    every = [tables.compute_slowdown(each, cores) for each in ([bound] if bound else _PRODUCTS)]
     return max((slowdown for slowdown in every if slowdown is not None), default=None)
 
 
@@ -307,7 +318,7 @@ def _sheet(
 ) -> _Sheet:
     """`alone`: the movers of which the time is known. Engines inside one GPU have no figures."""
     every = sorted(dict.fromkeys(available), key=lambda setting: ALL.index(setting.strategy))
-    bounds = [bound] if bound else list(Bound)
+    bounds = [bound] if bound else _PRODUCTS
     grids: dict[tuple[float, ...], int] = {}
     entries = []
     for setting in every:
@@ -356,7 +367,7 @@ def _notes(setting: Setting, bound: Bound, traffic: Traffic, row: Beside) -> tup
     """What a row was measured with, where that is not what was asked."""
     notes = list(_other_kind(traffic, row.kind))
     if row.bound is not bound:
-        notes.append(f"{setting} was not measured beside what {bound} bounds: figures of {row.bound}")
+        notes.append(f"{setting} was not measured beside a computation of the sort {bound}: figures of {row.bound}")
     if row.cores != setting.cores and setting.strategy is not Strategy.DMA:
         notes.append(f"{setting} was not measured: figures of {row.cores} cores")
     return tuple(notes)
@@ -394,11 +405,19 @@ def _words(
 
 
 def _thriftiest(near: Iterable[Prediction], traffic: Traffic) -> Prediction:
-    """The one of the least energy: by joules if they are known of all, else engines before cores; then the fastest."""
+    """The one of the least energy: by joules if they are known of all, else engines before cores.
+
+    Of those the one that keeps no cores from the computation: what that costs differs from shape to shape, as tiles
+    come in waves. Then the fastest.
+    """
     every = list(near)
     if all(p.joules is not None for p in every):
-        return min(every, key=lambda p: (p.joules, p.time_us))
-    return min(every, key=lambda p: (p.setting.moved_by is Mover.CORES or traffic.local, p.time_us))
+        return min(every, key=lambda p: (p.joules, p.setting.strategy in PARTITIONED, p.time_us))
+
+    def standing(p: Prediction) -> tuple[bool, bool, float]:
+        return p.setting.moved_by is Mover.CORES or traffic.local, p.setting.strategy in PARTITIONED, p.time_us
+
+    return min(every, key=standing)
 
 
 def _microseconds(time_us: float) -> str:

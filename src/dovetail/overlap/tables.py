@@ -5,15 +5,17 @@ no shipped figures: where nothing was measured, nothing is known.
 
     {"overlap": {"cuda": {"device": "NVIDIA H200", "num_cores": 132, "core_step": 8, "flops": 8e14,
                           "memory_bytes_per_s": 4.1e12, "link_bytes_per_s": 5.5e10,
+                          "compute_alone": {"memory": [[75000000, 24.0, 132], [300000000, 78.0, 132]]},
                           "compute_by_cores": {"compute": [[124, 1.06], [132, 1.0]]},
                           "comm_by_cores": {"all_gather": [[8, 1.4], [16, 1.0]]},
                           "alone": {"all_gather": {"engines": [[1048576, 24.0, 0]], "cores": [[1048576, 27.0, 16]]}},
                           "beside": [["dma", 0, "compute", "all_gather", 1048576, 1.01, 1.0]],
                           "joules_per_gb": {"engines": 1.1, "cores": 3.0}}}}
 
-The last four and both tables by cores may be left out. A row of `beside` is strategy, cores, bound, kind, bytes, and
-how many times longer than alone the computation and the communication take, for as long as both run; alone is with
-all cores, and by the same mover at its best. What moves inside one GPU is of the kind "local", whatever it is for.
+All that follows the rates may be left out. `compute_alone` is of one kernel, by FLOPs for what compute bounds, else by
+bytes. A row of `beside` is strategy, cores, bound, kind, bytes, and how many times longer than alone computation and
+communication take, for as long as both run; alone is with all cores, and by the same mover at its best. What moves
+inside one GPU is of the kind "local", whatever it is for.
 """
 
 from __future__ import annotations
@@ -39,7 +41,12 @@ TUNE = "dovetail tune --only overlap"
 LOCAL = "local"  #: the kind of all traffic inside one GPU
 REDUCING = frozenset({"all_reduce", "reduce_scatter", "reduce"})
 _ALIKE = (frozenset({"all_gather", "broadcast", "fetch", "store"}), frozenset({"all_to_all", "gather", "scatter"}))
-
+#: What was measured of another sort of computation and serves where nothing was of this one: the first that is there.
+_SERVING = {
+    Bound.COMPUTE: (Bound.COMPUTE, Bound.MEMORY, Bound.STREAM),
+    Bound.MEMORY: (Bound.MEMORY, Bound.STREAM, Bound.COMPUTE),
+    Bound.STREAM: (Bound.STREAM, Bound.MEMORY, Bound.COMPUTE),
+}
 
 _Any = TypeVar("_Any")
 Spot = tuple[int, int, float]  #: the points on the left and on the right, and how far it is from the one to the other
@@ -64,7 +71,7 @@ class ByCores:
 
 @dataclass(frozen=True, slots=True)
 class BySize:
-    """The time of a communication alone: (bytes, microseconds, cores that it took), ascending."""
+    """The time of something alone: (bytes or FLOPs, microseconds, cores that it took), ascending."""
 
     points: tuple[tuple[int, float, int], ...]
     _logs: tuple[tuple[float, ...], tuple[float, ...]] = field(init=False, repr=False, compare=False)  # bytes, times
@@ -130,6 +137,7 @@ class Tables:
     flops: float  #: FLOP/s that a large matrix product reaches
     memory_bytes_per_s: float  #: that a kernel which streams reaches
     link_bytes_per_s: float
+    compute_alone: Mapping[Bound, BySize] = field(default_factory=dict)  #: by FLOPs or bytes, of one kernel
     compute_by_cores: Mapping[Bound, ByCores] = field(default_factory=dict)  #: 1 with all cores
     comm_by_cores: Mapping[str, ByCores] = field(default_factory=dict)  #: by kind; 1 at its best
     alone: Mapping[tuple[str, Mover], BySize] = field(default_factory=dict)  #: by kind and who moves
@@ -156,9 +164,18 @@ class Tables:
                 raise ValueError(f"beside[{n}]: the same case as beside[{cases.index(cases[n])}]")
 
     def compute_slowdown(self, bound: Bound, cores: int) -> float | None:
-        """Of a computation that has so many cores; None if that was not measured."""
-        curve = self.compute_by_cores.get(bound)
+        """Of a computation that has so many cores; None if that was not measured.
+
+        What was measured of a product stands for a stream where nothing else does, and the other way round.
+        """
+        serving = _SERVING[bound][: 1 if bound is Bound.COMPUTE else 2]
+        curve = next((self.compute_by_cores[each] for each in serving if each in self.compute_by_cores), None)
         return curve.at(cores) if curve else None
+
+    def compute_us(self, bound: Bound, flops: float, size_bytes: float) -> float | None:
+        """The time alone of one kernel of a computation; None if none of its sort was measured."""
+        curve = self.compute_alone.get(bound)
+        return curve.time_us(flops if bound is Bound.COMPUTE else size_bytes) if curve else None
 
     def comm_slowdown(self, traffic: Traffic, cores: int) -> Known | None:
         """Of a communication that so many cores move; None if nothing like it was measured."""
@@ -212,7 +229,8 @@ class Tables:
         rows = [row for row in self.beside if row.strategy is setting.strategy and _serves(row.kind, traffic, mover)]
         if setting.strategy is not Strategy.DMA:
             rows = [row for row in rows if bool(row.cores) == bool(setting.cores)]
-        rows = [row for row in rows if row.bound is bound] or rows
+        measured = {row.bound for row in rows}
+        rows = [row for row in rows if row.bound is next(each for each in _SERVING[bound] if each in measured)]
         kind = nearest({row.kind for row in rows}, traffic, mover)
         rows = [row for row in rows if row.kind == kind]
         cores = min((abs(row.cores - setting.cores), row.cores) for row in rows)[1] if rows else 0
@@ -340,6 +358,7 @@ def section(tables: Tables) -> dict[str, Any]:
         for r in tables.beside
     ]
     optional: dict[str, Any] = {
+        "compute_alone": {str(bound): _rows(curve) for bound, curve in tables.compute_alone.items()},
         "compute_by_cores": {str(bound): _rows(curve) for bound, curve in tables.compute_by_cores.items()},
         "comm_by_cores": {kind: _rows(curve) for kind, curve in tables.comm_by_cores.items()},
         "alone": alone,
@@ -351,7 +370,7 @@ def section(tables: Tables) -> dict[str, Any]:
 
 _COUNTS = ("num_cores", "core_step")
 _RATES = ("flops", "memory_bytes_per_s", "link_bytes_per_s")
-_OPTIONAL = ("device", "compute_by_cores", "comm_by_cores", "alone", "beside", "joules_per_gb")
+_OPTIONAL = ("device", "compute_alone", "compute_by_cores", "comm_by_cores", "alone", "beside", "joules_per_gb")
 _Name = TypeVar("_Name", bound=StrEnum)
 _Made = TypeVar("_Made", ByCores, BySize, Beside)
 _MOST = 1e300  # not infinity, and not too large to reckon with
@@ -380,6 +399,10 @@ def _parse(data: Any, source: str) -> Tables:
         flops=_positive(data["flops"], "flops"),
         memory_bytes_per_s=_positive(data["memory_bytes_per_s"], "memory_bytes_per_s"),
         link_bytes_per_s=_positive(data["link_bytes_per_s"], "link_bytes_per_s"),
+        compute_alone={
+            _name(Bound, bound, where): _curve(BySize, points, where, by_size)
+            for bound, points, where in _entries(data.get("compute_alone", {}), "compute_alone")
+        },
         compute_by_cores={
             _name(Bound, bound, where): _curve(ByCores, points, where, by_cores)
             for bound, points, where in _entries(data.get("compute_by_cores", {}), "compute_by_cores")

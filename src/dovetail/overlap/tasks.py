@@ -23,7 +23,8 @@ class Bound(Name):
     """What a computation waits for most."""
 
     COMPUTE = "compute"
-    MEMORY = "memory"
+    MEMORY = "memory"  #: the operands of its arithmetic, as a product of few rows
+    STREAM = "stream"  #: memory too, with hardly any arithmetic: engines disturb it more, fewer cores disturb it less
 
 
 class Mover(Name):
@@ -41,6 +42,7 @@ class Load:
     flops: float = 0.0
     size_bytes: float = 0.0  #: read and written
     groups: int = 0  #: work-groups of its kernels, 0 if not known
+    launches: int = 1  #: kernels one after the other that share the work: many short ones take longer than a long one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

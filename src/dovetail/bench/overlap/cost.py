@@ -23,7 +23,7 @@ from dovetail.overlap.tasks import Bound, Call, Communication, Load
 ROUNDS = 1000
 PIECE_BYTES = 64 << 10
 _JOB = Job(name="all_gather", kind="all_gather", small="all_gather")
-_COMPUTE = Compute(name="add", bound=Bound.MEMORY, make=Make.ADD, shape=(4096,), small=(4096,))
+_COMPUTE = Compute(name="add", bound=Bound.STREAM, make=Make.ADD, shape=(4096,), small=(4096,))
 Step = Callable[[], Any]
 
 

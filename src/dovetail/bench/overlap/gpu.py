@@ -19,7 +19,7 @@ from dovetail.overlap.tasks import Bound, Communication, Computation, Mover
 from dovetail.overlap.timing import GpuTimer, Times
 
 _ATTEMPTS = 3
-_STREAM = Compute(name="memory", bound=Bound.MEMORY, make=Make.ADD, shape=(192 << 20,), small=(1 << 20,))
+_STREAM = Compute(name="memory", bound=Bound.STREAM, make=Make.ADD, shape=(192 << 20,), small=(1 << 20,))
 
 
 class GpuSite:

@@ -28,10 +28,10 @@ _DOWN_405 = _mm("405b-down", Bound.COMPUTE, 8192, 53248 // 8, 16384, (192, 384, 
 _DECODE = _mm("70b-decode", Bound.MEMORY, 32, 8192, 28672, (2, 512, 1024))
 _DECODE_405 = _mm("405b-decode", Bound.MEMORY, 16, 16384, 53248 // 8, (1, 1024, 512), operands=2)
 # 1.5 GiB read and written.
-_STREAM = Compute(name="stream", bound=Bound.MEMORY, make=Make.ADD, shape=(256 << 20,), small=(128 << 10,))
+_STREAM = Compute(name="stream", bound=Bound.STREAM, make=Make.ADD, shape=(256 << 20,), small=(128 << 10,))
 _CHUNK = _mm("70b-attn-tp8-chunk", Bound.COMPUTE, 512, 8192 // 8, 8192, (32, 64, 64))
 _SLICE = _mm("70b-decode-tp8", Bound.MEMORY, 16, 8192, 28672 // 8, (1, 128, 256), operands=6)
-_NORM = Compute(name="residual", bound=Bound.MEMORY, make=Make.ADD, shape=(4 << 20,), small=(8 << 10,), operands=16)
+_NORM = Compute(name="residual", bound=Bound.STREAM, make=Make.ADD, shape=(4 << 20,), small=(8 << 10,), operands=16)
 
 _GATHER = Job(name="all_gather", kind="all_gather", small="all_gather")
 _TO_ALL = Job(name="all_to_all", kind="all_to_all", small="all_to_all")

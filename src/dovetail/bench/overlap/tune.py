@@ -7,6 +7,7 @@ measured first; when the time is up, the rest is left out and a note says so.
 from __future__ import annotations
 
 import functools
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -42,9 +43,11 @@ _KINDS = {
     "cpu": ("all_gather", "reduce_scatter", "all_to_all", "all_reduce"),
 }
 _WITH_PEERS = 3  # pieces of a host link job: as many as a collective of 4 ranks has
-_LONG_S = 45.0
+_LONG_S, _FEW_ROUNDS = 45.0, 3
 _SHORT_US = 150.0  # a communication that is shorter stands beside a short computation
+_SHORT_ROUNDS = 15  # such pairs cost little, and engines take 8 us more or less from run to run
 _ENERGY_S = 30.0  # a budget for that too
+#: By bound, and whether it is short.
 COMPUTES = {
     (Bound.COMPUTE, False): Compute(
         name="tune-mm", bound=Bound.COMPUTE, make=Make.MM, shape=(6144, 5120, 5120), small=(112, 320, 320)
@@ -56,9 +59,22 @@ COMPUTES = {
         name="tune-decode", bound=Bound.MEMORY, make=Make.MM, shape=(24, 12288, 12288), small=(3, 640, 640), operands=2
     ),
     (Bound.MEMORY, True): Compute(
-        name="tune-add-short", bound=Bound.MEMORY, make=Make.ADD, shape=(6 << 20,), small=(12 << 10,), operands=12
+        name="tune-decode-short", bound=Bound.MEMORY, make=Make.MM, shape=(24, 6144, 6144), small=(3, 192, 192),
+        operands=6,
+    ),
+    (Bound.STREAM, False): Compute(
+        name="tune-add", bound=Bound.STREAM, make=Make.ADD, shape=(48 << 20,), small=(96 << 10,), operands=2
+    ),
+    (Bound.STREAM, True): Compute(
+        name="tune-add-short", bound=Bound.STREAM, make=Make.ADD, shape=(6 << 20,), small=(12 << 10,), operands=12
     ),
 }  # fmt: skip
+#: What fewer cores cost depends on how many tiles a product has: more shapes, of which the worst counts.
+SHAPES = {
+    Bound.COMPUTE: ((4096, 5120, 7168), (10240, 5120, 2560)),
+    Bound.MEMORY: ((8, 14336, 7168), (40, 10240, 20480)),
+    Bound.STREAM: (),
+}
 
 
 @dataclass(kw_only=True)
@@ -122,8 +138,9 @@ class Tuner:
     def __init__(self, site: Site, budget_s: float, began: float) -> None:
         """`began`: on the monotonic clock, which all processes share."""
         self._site, self._deadline = site, began + budget_s
-        self._rounds = 5 if budget_s >= _LONG_S else 3
+        self._rounds = 5 if budget_s >= _LONG_S else _FEW_ROUNDS
         self._works: dict[tuple[Bound, bool], tuple[Work, float]] = {}
+        self._own_by_cores: dict[tuple[Bound, bool], ByCores] = {}  # of each of these
         self.rows: list[Row] = []
         self.notes: list[str] = []
         self._alone: dict[tuple[str, Mover], list[tuple[int, float, int]]] = {}
@@ -141,7 +158,8 @@ class Tuner:
             work = site.make(compute)
             self._works[key] = work, compute_us(site, work)
         rate = {bound: self._works[bound, False] for bound in Bound}
-        self._by_cores()
+        for bound in Bound:
+            self._by_cores(bound)
         cells = [(piece, kind) for piece in PIECES for kind in _KINDS[site.backend]]
         cells = [(piece, kind) for piece, kind in cells if piece <= _LARGEST_WITH_PEERS or not _job(kind).with_peers]
         for done, (piece_bytes, kind) in enumerate(cells):
@@ -152,11 +170,12 @@ class Tuner:
             if progress:
                 progress(done, len(cells), f"{kind} of {format_bytes(piece_bytes)}")
             self._cell(piece_bytes, kind)
-        memory = site.memory_bytes_per_s() or rate[Bound.MEMORY][0].load.size_bytes / rate[Bound.MEMORY][1] * 1e6
+        memory = site.memory_bytes_per_s() or rate[Bound.STREAM][0].load.size_bytes / rate[Bound.STREAM][1] * 1e6
         place, mm = site.place, rate[Bound.COMPUTE]
         return Tables(
             num_cores=place.num_cores, core_step=place.core_step, flops=mm[0].load.flops / mm[1] * 1e6,
             memory_bytes_per_s=memory, link_bytes_per_s=self._link_bytes_per_s,
+            compute_alone={bound: self._kernels(bound) for bound in Bound},
             compute_by_cores=self._compute_by_cores, comm_by_cores=self._comm_by_cores,
             alone={key: BySize(tuple(sorted(points))) for key, points in self._alone.items()},
             beside=tuple(self._beside), joules_per_gb=joules or {}, source="this run", device=site.device_name,
@@ -172,18 +191,37 @@ class Tuner:
         steps = [step * place.core_step for step in (1, 2, 4, 8, 12)]
         return [k for k in steps if k <= place.num_cores - place.core_step]
 
-    def _by_cores(self) -> None:
+    def _kernels(self, bound: Bound) -> BySize:
+        """The times of its computations alone, by what they do."""
+        points = {}
+        for short in (True, False):
+            work, us = self._works[bound, short]
+            amount = work.load.flops if bound is Bound.COMPUTE else work.load.size_bytes
+            points[int(amount)] = us
+        return BySize(tuple((amount, us, self._site.place.num_cores) for amount, us in sorted(points.items())))
+
+    def _by_cores(self, bound: Bound) -> None:
         """Computations on fewer cores, nothing beside them."""
-        for bound in Bound:
-            work, _ = self._works[bound, False]
-            points = {self._site.place.num_cores: 1.0}
-            found, alone, _ = self._timed(work, _NOTHING, [Setting(Strategy.DMA_PARTITION, k) for k in self._splits()])
-            for setting, times in found.items():
-                left = self._site.place.num_cores - setting.cores
-                points[left] = (times.compute_us or alone) / alone
-                self._row("by cores", bound=str(bound), cores=left, us=times.compute_us)
-            if len(points) > 1:
-                self._compute_by_cores[bound] = ByCores(tuple(sorted(points.items())))
+        for short in (False, True):
+            self._own_by_cores[bound, short] = self._work_by_cores(bound, self._works[bound, short][0])
+        long = [self._own_by_cores[bound, False]]  # what a short one loses beside is in the pairs
+        if self._site.backend != "cpu":
+            long += [self._work_by_cores(bound, self._site.make(_of_shape(bound, shape))) for shape in SHAPES[bound]]
+        worst = {cores: max(curve.at(cores) for curve in long) for cores, _ in long[0].points}
+        if len(worst) > 1:
+            self._compute_by_cores[bound] = ByCores(tuple(worst.items()))
+
+    def _work_by_cores(self, bound: Bound, work: Work) -> ByCores:
+        found, alone, _ = self._timed(work, _NOTHING, [Setting(Strategy.DMA_PARTITION, k) for k in self._splits()])
+        points = {self._site.place.num_cores: 1.0}
+        for setting, times in found.items():
+            left = self._site.place.num_cores - setting.cores
+            points[left] = (times.compute_us or alone) / alone
+            self._row(
+                "by cores", bound=str(bound), computation=work.load.name, cores=left, us=times.compute_us,
+                alone_compute_us=alone,
+            )  # fmt: skip
+        return ByCores(tuple(sorted(points.items())))
 
     def _moved_by(self, comm: Communication, kind: str) -> None:
         """A communication on few cores, nothing beside it."""
@@ -212,33 +250,34 @@ class Tuner:
         movers = [mover for mover in Mover if mover in comm.movers]
         wrong = site.agree([0.0 if site.check(made, mover) else 1.0 for mover in movers])
         size, alone = comm.traffic.size_bytes, alone_us(site, comm, movers)
+        if not any(wrong) and piece_bytes in PIECES[: BESIDE if self._rounds > _FEW_ROUNDS else BESIDE - 1]:
+            if piece_bytes == PIECES[0]:
+                self._moved_by(comm, comm.traffic.kind)
+            beside = [self._together(comm, bound, alone) for bound in Bound]
+            alone = {mover: statistics.fmean(each[mover] for each in beside) for mover in movers}
         for mover, is_wrong in zip(movers, wrong, strict=True):
             cores = CORES if mover is Mover.CORES and site.backend != "cpu" else int(mover is Mover.CORES)
             self._row("alone", kind=kind, size_bytes=size, mover=str(mover), us=alone[mover], correct=not is_wrong)
             if not is_wrong:
                 self._alone.setdefault((comm.traffic.kind, mover), []).append((size, alone[mover], cores))
                 self._link_bytes_per_s = max(self._link_bytes_per_s, size / alone[mover] * 1e6)
-        if any(wrong):
-            return
-        if piece_bytes == PIECES[0]:
-            self._moved_by(comm, comm.traffic.kind)
-        if piece_bytes in PIECES[: BESIDE if self._rounds > 3 else BESIDE - 1]:
-            for bound in Bound:
-                self._together(comm, bound, alone)
 
-    def _together(self, comm: Communication, bound: Bound, alone: dict[Mover, float]) -> None:
-        """Every setting beside a computation that takes about as long."""
+    def _together(self, comm: Communication, bound: Bound, alone: dict[Mover, float]) -> dict[Mover, float]:
+        """Every setting beside a computation that takes about as long; the communication alone in the same rounds."""
         site, least = self._site, min(alone.values())
-        work, unit_us = self._works[bound, least < _SHORT_US]
+        short = least < _SHORT_US
+        work, unit_us = self._works[bound, short]
         work.repeats = scale.repeats(unit_us, least, 1.0)
         wanted = [s for s in settings(site, comm, _EVERY) if s.strategy is not Strategy.SERIAL]
-        found, compute, alone = self._timed(work, comm, wanted, list(alone))
+        rounds = _SHORT_ROUNDS if short and self._rounds > _FEW_ROUNDS else self._rounds
+        found, compute, alone = self._timed(work, comm, wanted, list(alone), rounds)
         for setting, times in found.items():
-            own = self._own(setting, bound, comm.traffic.kind)
+            own = self._own(setting, self._own_by_cores[bound, short], comm.traffic.kind)
             slow = while_both(
                 End(compute, times.compute_us or compute, own[0]),
                 End(alone[setting.moved_by], times.comm_us or least, own[1]),
             )
+            slow = slow[0] * self._shape_risk(setting, bound), slow[1]
             row = Beside(setting.strategy, setting.cores, bound, comm.traffic.kind, comm.traffic.size_bytes, *slow)
             self._beside.append(row)
             self._row(
@@ -248,20 +287,27 @@ class Tuner:
                 comm_slowdown=slow[1],
             )  # fmt: skip
         work.repeats = 1
+        return alone
 
-    def _own(self, setting: Setting, bound: Bound, kind: str) -> tuple[float, float]:
+    def _own(self, setting: Setting, compute: ByCores, kind: str) -> tuple[float, float]:
         """What the cores of each side cost it, whoever is beside."""
         if setting.strategy not in PARTITIONED:
             return 1.0, 1.0
-        compute = self._compute_by_cores.get(bound)
         comm = self._comm_by_cores.get(kind) if setting.moved_by is Mover.CORES else None
+        return compute.at(self._site.place.num_cores - setting.cores), comm.at(setting.cores) if comm else 1.0
+
+    def _shape_risk(self, setting: Setting, bound: Bound) -> float:
+        """How much more its cores cost the worst of the shapes than the one that pairs are measured with."""
+        worst = self._compute_by_cores.get(bound)
+        if worst is None or setting.strategy not in PARTITIONED:
+            return 1.0
         left = self._site.place.num_cores - setting.cores
-        return (compute.at(left) if compute else 1.0), (comm.at(setting.cores) if comm else 1.0)
+        return max(worst.at(left) / self._own_by_cores[bound, False].at(left), 1.0)
 
     # --- runs
 
     def _timed(
-        self, work: Work, comm: Communication, wanted: Sequence[Setting], movers: Sequence[Mover] = ()
+        self, work: Work, comm: Communication, wanted: Sequence[Setting], movers: Sequence[Mover] = (), rounds: int = 0
     ) -> tuple[dict[Setting, Times], float, dict[Mover, float]]:
         """Medians that all ranks agree on, of settings that can run here, warmed first; and of each side alone.
 
@@ -280,7 +326,7 @@ class Tuner:
         calls.append(lambda: Times(compute_us=site.compute_us(work)))
         calls += [lambda m=mover: Times(comm_us=site.comm_us(comm, m)) for mover in movers]  # type: ignore[misc]
         every: list[list[Times]] = [[] for _ in calls]
-        for turn in schedule([self._rounds] * len(calls)):
+        for turn in schedule([rounds or self._rounds] * len(calls)):
             every[turn].append(calls[turn]())
         flat = [median(getattr(t, side) or 0.0 for t in times) for times in every for side in ("compute_us", "comm_us")]
         told = site.agree(flat)
@@ -297,6 +343,11 @@ class Tuner:
 _EVERY = Spec(
     scenarios=(Scenario(compute=COMPUTES[Bound.COMPUTE, False], job=Job(name="", kind="fetch", small=""), ratio=1.0),)
 )  # only its strategies are looked at: all
+
+
+def _of_shape(bound: Bound, shape: tuple[int, int, int]) -> Compute:
+    m, k, n = shape
+    return Compute(name=f"tune-{m}x{k}x{n}", bound=bound, make=Make.MM, shape=shape, small=shape)
 
 
 def _job(kind: str) -> Job:

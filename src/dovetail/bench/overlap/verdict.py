@@ -21,6 +21,7 @@ GROUPS: tuple[tuple[str, Callable[[Row], bool]], ...] = (
     ("host link jobs", lambda row: not row["with_peers"]),
     ("compute-bound", lambda row: row["bound"] == "compute"),
     ("memory-bound", lambda row: row["bound"] == "memory"),
+    ("streams of memory", lambda row: row["bound"] == "stream"),
     ("small messages", lambda row: bool(row["small"])),
     ("reductions", lambda row: bool(row["reduces"])),
 )

@@ -67,11 +67,15 @@ class TorchWork:
         item = self._dtype.itemsize
         if self.compute.make is Make.ADD:
             (n,) = self._shape
-            return Load(name=name, flops=self.repeats * n, size_bytes=self.repeats * 3 * n * item)
+            size = 3 * n * item
+            return Load(name=name, flops=self.repeats * n, size_bytes=self.repeats * size, launches=self.repeats)
         m, k, n = self._shape
         size = (m * k + k * n + m * n) * item
         groups = math.ceil(m / _TILE[0]) * math.ceil(n / _TILE[1])
-        return Load(name=name, flops=self.repeats * 2 * m * k * n, size_bytes=self.repeats * size, groups=groups)
+        flops = 2 * m * k * n
+        return Load(
+            name=name, flops=self.repeats * flops, size_bytes=self.repeats * size, groups=groups, launches=self.repeats
+        )  # fmt: skip
 
     def __call__(self) -> None:
         """All repeats."""
