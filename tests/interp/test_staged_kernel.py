@@ -10,7 +10,7 @@ import numpy as np
 
 from tests.interp.child import printed
 
-NUM_CASES = 16
+NUM_CASES = 24
 
 
 def test_it_moves_what_is_ready_and_says_so(need: Callable[[str, object], None]) -> None:
@@ -23,7 +23,7 @@ class Case:
 
     def __init__(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
-        self.unpack = bool(seed % 2)
+        self.seed, self.unpack = seed, bool(seed % 2)
         self.programs, self.copies, self.rows, self.vectors = (int(rng.integers(1, n)) for n in (6, 9, 6, 9))
         self.row_bytes = 16 * self.vectors
         self.size = self.rows * self.row_bytes
@@ -39,9 +39,10 @@ class Case:
 
     def launch(self, kernel: Any) -> None:
         block = min(1 << (self.row_bytes // 8 - 1).bit_length(), 8)
+        tile = 8 << self.seed % 3  # several rows where rows are short
         kernel[(self.programs,)](
             self.words.ctypes.data, self.staging.ctypes.data, self.copies, self.rows, self.vectors, self.per_chunk,
-            self.per_chunk * self.size, self.num_chunks, UNPACK=self.unpack, BLOCK=block,
+            self.per_chunk * self.size, self.num_chunks, UNPACK=self.unpack, BLOCK=block, ROWS=tile // block,
         )  # fmt: skip
 
     def run(self, kernel: Any) -> str:

@@ -502,6 +502,7 @@ def test_a_kernel_is_launched_without_triton_once_it_is_compiled(
         seen = slow[-1] if turn < 6 else quick[-1][1]
         block = min(1 << (row_bytes // 8 - 1).bit_length(), 2048)
         wanted = {"words": turn, "num_vectors": row_bytes // 16, "UNPACK": direction is Direction.FETCH, "BLOCK": block}
+        wanted |= {"ROWS": 2048 // block}
         assert seen == numbers_of | wanted
     assert (len(slow), len(quick)) == (6, 6)
     current += 1  # another GPU is current: Triton's way, which makes ours so

@@ -171,8 +171,8 @@ class Alike:
 
     def _trial(self, near: Sequence[Path]) -> Path:
         new = [path for path in near if self.seen[path].num_tried < TRIALS]
-        if new:
-            return min(new, key=lambda path: self.seen[path].num_tried) if len(near) > 1 else near[0]
+        if new:  # all of a path in a row: beside kernels of others a transfer begins where the last one ended
+            return max(new, key=lambda path: self.seen[path].num_tried) if len(near) > 1 else near[0]
         if self._count >= self._again_at:
             self._again_at = self._count + AGAIN
             self._forget(near[0])

@@ -37,7 +37,7 @@ _AHEAD = 3  # chunks that copies are issued before the kernel
 _FEWEST_CHUNKS = 3  # of a small transfer, so that its two halves overlap
 _LEAST_BYTES = 4 << 20
 _PAUSE_S = 50e-6
-_MOST_WORDS, _NUM_WARPS = 2048, 8  # of a tile
+_TILE_WORDS, _NUM_WARPS = 2048, 8
 _PER_MULTIPROCESSOR = 4  # programs
 
 
@@ -318,7 +318,8 @@ def _triton(device: Device) -> Launch:
     made: dict[tuple[bool, int, int], Any] = {}  # by what it was compiled for, and the grid
 
     def launch(half: Half, stream: int) -> None:
-        block = min(1 << (half.row_bytes // _WORD_BYTES - 1).bit_length(), _MOST_WORDS)
+        block = min(1 << (half.row_bytes // _WORD_BYTES - 1).bit_length(), _TILE_WORDS)
+        rows = _TILE_WORDS // block
         unpack = half.direction is Direction.FETCH
         numbers = (
             half.words, half.staging, half.num_copies, half.num_rows,
@@ -327,10 +328,12 @@ def _triton(device: Device) -> Launch:
         known = made.get((unpack, block, half.programs))
         if known is not None and cuda.current_device() == device.index:
             # Nothing is specialized: the same code, without Triton's look at every argument.
-            known(*numbers, unpack, block, stream=stream)
+            known(*numbers, unpack, block, rows, stream=stream)
             return
         with cuda.device(device.index), cuda.stream(cuda.ExternalStream(stream, device=device.index)):
-            kernel = staged_kernel[(half.programs,)](*numbers, UNPACK=unpack, BLOCK=block, num_warps=_NUM_WARPS)
+            kernel = staged_kernel[(half.programs,)](
+                *numbers, UNPACK=unpack, BLOCK=block, ROWS=rows, num_warps=_NUM_WARPS
+            )  # fmt: skip
         made[unpack, block, half.programs] = kernel[half.programs, 1, 1]
 
     return launch

@@ -22,21 +22,24 @@ def staged_kernel(
     num_chunks: tl.int64,
     UNPACK: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     """Moves whatever is ready: chunks that have arrived (UNPACK), or that may be filled.
 
     `words` has: how many chunks are ready; of each program its next tile; of each program how many chunks it is done
     with; of each copy its address in the cache; of each copy its pitch; of each chunk how many programs are done with
     it. A launch goes on where the one before it stopped, so one that finds a place between two kernels of others
-    catches up with all that has arrived by then. Programs never share a tile. Copy k lies in staging memory in chunk
-    k // per_chunk, modulo `num_chunks`, rows without gaps. Example: 3 chunks ready, of 2 copies each: copies 0 to 5.
+    catches up with all that has arrived by then. Programs never share a tile: BLOCK words of each of ROWS rows, since a
+    short row alone would keep too few bytes on their way. Copy k lies in staging memory in chunk k // per_chunk, modulo
+    `num_chunks`, rows without gaps. Example: 3 chunks ready, of 2 copies each: copies 0 to 5.
 
     Whoever sees that all programs are done with a chunk may overwrite it (UNPACK), or read it: each program says so
     with a release, behind a barrier of its threads, after its last access.
     """
     VECTORS: tl.constexpr = BLOCK // 2
-    lanes = tl.arange(0, BLOCK)
-    tiles = (num_vectors + VECTORS - 1) // VECTORS
+    lanes = tl.arange(0, BLOCK)[None, :]
+    parts = (num_vectors + VECTORS - 1) // VECTORS
+    per_chunk_tiles = (per_chunk * num_rows + ROWS - 1) // ROWS * parts
     programs = tl.num_programs(0)
     word = words.to(tl.pointer_type(tl.int64))
     mine = word + 1 + tl.program_id(0)
@@ -46,20 +49,23 @@ def staged_kernel(
     ready = tl.minimum(tl.atomic_add(word, 0, sem="acquire", scope="sys"), total)
     tile, chunk = tl.load(mine), tl.load(mine + programs)
     while chunk < ready:
-        end = tl.minimum((chunk + 1) * per_chunk, num_copies) * num_rows * tiles
+        rows = tl.minimum(num_copies - chunk * per_chunk, per_chunk) * num_rows
+        first, end = chunk * per_chunk_tiles, chunk * per_chunk_tiles + (rows + ROWS - 1) // ROWS * parts
+        begin = staging + (chunk % num_chunks) * chunk_bytes
         while tile < end:
-            row, part = tile // tiles, tile % tiles
-            copy, row = row // num_rows, row % num_rows
+            part = (tile - first) % parts
+            row = (tile - first) // parts * ROWS + tl.arange(0, ROWS)
+            there, copy = row < rows, chunk * per_chunk + row // num_rows
             left = tl.minimum(num_vectors - part * VECTORS, VECTORS).to(tl.int32) * 2
-            cached = tl.load(address + copy) + row * tl.load(pitch + copy) + part * BLOCK * 8
-            inside = ((copy % per_chunk) * num_rows + row) * num_vectors * 16 + part * BLOCK * 8
-            staged = staging + (chunk % num_chunks) * chunk_bytes + inside
-            cache_at = tl.multiple_of(cached.to(tl.pointer_type(tl.int64)), 16)
-            staged_at = tl.multiple_of(staged.to(tl.pointer_type(tl.int64)), 16)
+            cached = tl.load(address + copy, mask=there) + row % num_rows * tl.load(pitch + copy, mask=there)
+            cached, staged = cached + part * BLOCK * 8, begin + row * num_vectors * 16 + part * BLOCK * 8
+            cache_at = tl.multiple_of(cached[:, None].to(tl.pointer_type(tl.int64)) + lanes, (16, 16))
+            staged_at = tl.multiple_of(staged[:, None].to(tl.pointer_type(tl.int64)) + lanes, (16, 16))
+            mask = there[:, None] & (lanes < left)
             if UNPACK:
-                tl.store(cache_at + lanes, tl.load(staged_at + lanes, mask=lanes < left), mask=lanes < left)
+                tl.store(cache_at, tl.load(staged_at, mask=mask), mask=mask)
             else:
-                tl.store(staged_at + lanes, tl.load(cache_at + lanes, mask=lanes < left), mask=lanes < left)
+                tl.store(staged_at, tl.load(cache_at, mask=mask), mask=mask)
             tile += programs
         tl.debug_barrier()
         tl.atomic_add(done + chunk, 1, sem="release", scope="sys")
