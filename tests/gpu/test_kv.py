@@ -119,6 +119,6 @@ def test_auto_learns_from_its_own_transfers() -> None:
         assert 0 <= transfer.time_us < (time.perf_counter() - began) * 1e6
         timed += transfer.time_us > 0
         assert rig.is_like(wanted)
-    assert 2 * TRIALS <= timed <= SETTLED + 1  # then one of `RARELY`
+    assert timed >= 2 * TRIALS  # later ones if the times vary
     assert transfer.choice.reason.startswith("measured here: ")
     rig.close()

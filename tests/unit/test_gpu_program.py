@@ -12,6 +12,7 @@ from hypothesis import strategies as some
 
 from dovetail.errors import NotSupported, PlanError
 from dovetail.hw.capabilities import Capabilities
+from dovetail.hw.gpu.local import by_direction
 from dovetail.hw.gpu.program import MOST_GATED_STREAMS, Program, Work, compile_plan
 from dovetail.plan import Op, Plan, Role, SignalKind, passes
 from dovetail.plan import step as st
@@ -209,3 +210,15 @@ def test_what_must_be_ordered_is_ordered(seed: int, ranks: int, most: int, moves
         for m in rows[:k]:
             if _conflict(operands[m], operands[n]):
                 assert m in before[n], (program.places[m], program.places[n])
+
+
+def test_a_stream_that_has_nothing_to_do_is_not_there() -> None:
+    """What goes one way only is in one stream: whoever waits for two would wait for the second in vain."""
+    plan = passes.crossing(passes.entry(all_gather.pcpy(4, 64, own_copy=False)), 0)
+    host = frozenset({1, 2, 3})
+    both = compile_plan(plan, range(4), CAPS, most_streams=2, lane_of=by_direction(host, 2))
+    assert (both.num_streams, {block.stream for block in both.blocks}) == (2, {0, 1})
+    one_way = two_queues(st.copy((0, 1, 0), (0, 2, 0), 64))
+    for lane in range(2):
+        found = compile_plan(one_way, {0}, CAPS, most_streams=2, lane_of=lambda _, lane=lane: lane)
+        assert (found.num_streams, {block.stream for block in found.blocks}) == (1, {0})

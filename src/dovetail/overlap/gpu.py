@@ -16,8 +16,9 @@ from dovetail.hw.gpu import tensors
 from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.driver import Share
 from dovetail.overlap.strategy import COMMUNICATION_FIRST, PARTITIONED, Setting, Strategy
-from dovetail.overlap.tasks import Communication, Computation, Launched, Mark, Mover, Side
+from dovetail.overlap.tasks import Communication, Computation, Launched, Mark, Mover, Run, Side
 
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 _URGENT = frozenset({Strategy.PRIORITY, Strategy.PRIORITY_PARTITION})
 
 
@@ -119,6 +120,9 @@ class GpuPlace:
             if mark:
                 mark(Side.COMM, main)
             return Launched(value, pending)
+        apart = getattr(comm, "start_apart", None) if mover is Mover.ENGINES else None
+        if apart is not None:
+            return self._launch_apart(apart, compute, main, here, mark)
         self._fork(main, there, here)
         try:
             if setting.strategy in COMMUNICATION_FIRST:
@@ -134,6 +138,20 @@ class GpuPlace:
             self._join(main, there, here)
         return Launched(value, pending)
 
+    def _launch_apart(
+        self, start: Callable[[int], Run], compute: Computation, main: int, here: int, mark: Mark | None
+    ) -> Launched:
+        """Engines in streams of their own: nothing but their end and the computation's is waited for."""
+        run = self._start_apart(start, main, here)
+        try:
+            value = self._compute(compute, here, main)
+            if mark:
+                mark(Side.COMPUTE, here)
+                mark(Side.COMM, run.stream)
+        finally:  # whoever fails, the caller's stream comes behind what was begun
+            self._join_apart(run, main, here)
+        return Launched(value, run)
+
     @contextlib.contextmanager
     def beside(self, comm: Communication, setting: Setting, main: int) -> Iterator[Launched]:
         """The communication beside what is launched inside; `main` goes on behind both."""
@@ -145,17 +163,35 @@ class GpuPlace:
             yield launched
             launched.pending = comm.start(mover, stream=main, cores=cores)
             return
-        self._fork(main, there, here)
         self.stream = here
+        apart = getattr(comm, "start_apart", None) if mover is Mover.ENGINES else None
+        if apart is not None:
+            run = launched.pending = self._start_apart(apart, main, here)
+            try:
+                with self._lane(here, main):
+                    yield launched
+            finally:
+                self._join_apart(run, main, here)
+            return
+        self._fork(main, there, here)
         try:
             launched.pending = comm.start(mover, stream=there, cores=cores)
-            if here == main:
+            with self._lane(here, main):
                 yield launched
-            else:
-                with self.current(here):
-                    yield launched
         finally:
             self._join(main, there, here)
+
+    def _start_apart(self, start: Callable[[int], Run], main: int, here: int) -> Run:
+        if here != main:
+            self._driver.event_record(self._event, main)
+            self._driver.stream_wait_event(here, self._event)
+        return start(main)
+
+    def _join_apart(self, run: Run, main: int, here: int) -> None:
+        if here != main:
+            self._driver.event_record(self._event, here)
+            self._driver.stream_wait_event(main, self._event)
+        self._driver.stream_wait_event(main, run.event)
 
     def _fork(self, main: int, there: int, here: int) -> None:
         """What both lanes are given from now on comes after what `main` was given.
@@ -179,10 +215,12 @@ class GpuPlace:
 
     def _compute(self, compute: Computation, stream: int, main: int) -> Any:
         self.stream = stream
-        if stream == main:
+        with self._lane(stream, main):
             return compute()
-        with self.current(stream):
-            return compute()
+
+    def _lane(self, stream: int, main: int) -> contextlib.AbstractContextManager[None]:
+        """Makes a stream torch's current one, unless it is the caller's."""
+        return _NOTHING if stream == main else self.current(stream)
 
     def current_stream(self) -> int:
         """torch's, where torch sees the GPU; else the default one, 0.

@@ -54,6 +54,10 @@ class LocalCommunication:
             run = self._runs[key] = self._bound(most_streams=1, cores=key[1], streams=[stream])
         return run.submit(after=stream)
 
+    def start_apart(self, stream: int) -> GpuTicket:
+        """By engines, behind what is in the raw stream, which does not wait for it."""
+        return self._engines.submit(after=stream, joins=False)
+
     def _bound(self, **how: Any) -> LocalRun:
         runner = LocalRunner(self.device, self._plan, host_ranks=self._host, **how)
         self._runners.append(runner)

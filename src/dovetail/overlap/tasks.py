@@ -99,6 +99,28 @@ class Communication(Protocol):
         """
 
 
+class Run(Pending, Protocol):
+    """A communication under way in streams of its own."""
+
+    @property
+    def event(self) -> int:
+        """Recorded behind all of it."""
+
+    @property
+    def stream(self) -> int:
+        """Where that is recorded."""
+
+
+class Apart(Protocol):
+    """What a communication may have beside `start`, if engines move it in streams of its own.
+
+    It saves the hops over a stream that does nothing but wait: an engine takes microseconds for each.
+    """
+
+    def start_apart(self, stream: int) -> Run:
+        """By engines, behind what is in the raw stream, which does not wait for it."""
+
+
 class Side(Name):
     """Of two that run together."""
 

@@ -145,6 +145,7 @@ class Execution:
         *,
         run: int | None = None,
         after: int | None = None,
+        joins: bool = True,
         after_event: int | None = None,
         previous: GpuTicket | None = None,
         gated: bool = False,
@@ -157,6 +158,7 @@ class Execution:
         Args:
             run: number of the run, the same on all ranks; counted here if not given.
             after: a stream: the run begins after what is in it now, and what is put into it later comes after the run.
+            joins: False: nothing that is put into `after` later comes after the run; whoever must waits for its event.
             after_event: an event instead: the run begins after it, and no stream waits for the run.
             previous: the run that this one follows on the GPU; by default the last of this execution.
             gated: leave the gates closed until `fire`; `prepared` was made for that.
@@ -184,8 +186,8 @@ class Execution:
                 driver.stream_wait_event(after, previous.event)  # its copies still read what is computed anew
             launch(number << VALUE_BITS)
         ticket = GpuTicket(
-            device, prepared.info, number << VALUE_BITS, device.take_event(), time.monotonic(), self.timeout_s,
-            streams if gated else None, hold, peers,
+            device, prepared.info, number << VALUE_BITS, device.take_event(), streams[0], time.monotonic(),
+            self.timeout_s, streams if gated else None, hold, peers,
         )  # fmt: skip
         if gated:
             device.armed_for(streams, ticket)
@@ -199,7 +201,7 @@ class Execution:
                 ticket.fire()
             prepared.script.issue(number << VALUE_BITS, driver)
             self._end(streams, ticket)
-            if after is not None:
+            if after is not None and joins:
                 driver.stream_wait_event(after, ticket.event)
         except BaseException as error:
             self._abandon(streams, ticket, error)

@@ -85,7 +85,7 @@ class GraphRun:
         stream = device.streams(1)[0]
         held = (self, self._hold)  # until the run is over, also if nobody else has them any more
         ticket = GpuTicket(
-            device, self._info, 0, device.take_event(), time.monotonic(), self._timeout_s, None, held, None
+            device, self._info, 0, device.take_event(), stream, time.monotonic(), self._timeout_s, None, held, None
         )
         if after is not None:
             begin = device.take_event()

@@ -203,15 +203,15 @@ class LocalRun:
         self._prepared = execution.prepare(self._key, places)
 
     def submit(
-        self, *, after: int | None = None, gated: bool = False, launch: Launch | None = None
-    ) -> GpuTicket:  # fmt: skip
+        self, *, after: int | None = None, joins: bool = True, gated: bool = False, launch: Launch | None = None
+    ) -> GpuTicket:
         """Starts a run; see `Execution.start`."""
         execution, prepared = self._execution, self._prepared
         if gated or prepared.generation != execution.device.generation:
             prepared = execution.prepare(self._key, self._places, gated=gated)
             if not gated:
                 self._prepared = prepared
-        return execution.start(prepared, after=after, gated=gated, hold=self._buffers, launch=launch)
+        return execution.start(prepared, after=after, joins=joins, gated=gated, hold=self._buffers, launch=launch)
 
 
 def address_of(t: Any) -> int:

@@ -102,7 +102,6 @@ class _Compiler:
     def __init__(self, plan: Plan, driven: frozenset[int]) -> None:
         self.plan, self.driven = plan, driven
         self.stream_of = [q.engine for q in plan.queues]
-        self.num_streams = max(self.stream_of, default=0) + 1
         self.blocks: list[Block] = []
         self.last: dict[int, Block] = {}  # the block at the end of each stream
         self.events: dict[tuple[int, int], tuple[int, int]] = {}  # (signal, value) -> (event, stream)
@@ -143,11 +142,12 @@ class _Compiler:
         columns = (steps["op"].tolist(), steps["signal"].tolist(), steps["value"].tolist())
         for n, (op, signal, value) in enumerate(zip(*columns, strict=True)):
             self._add(n, Op(op), signal, value, self.stream_of[mine[n][0]])
+        blocks, num_streams = _renumbered(_joined(_pruned(self.blocks)))
         return Program(
             plan=plan,
-            num_streams=self.num_streams,
+            num_streams=num_streams,
             steps=steps,
-            blocks=tuple(_joined(_pruned(self.blocks))),
+            blocks=tuple(blocks),
             num_events=len(self.events),
             places=tuple(mine),
             waits_outside=self.waits_outside,
@@ -218,6 +218,14 @@ def _pruned(blocks: list[Block]) -> list[Block]:
         if len(kept) == len(blocks):
             return kept
         blocks = kept
+
+
+def _renumbered(blocks: list[Block]) -> tuple[list[Block], int]:
+    """On streams 0 and up, and how many: one that has nothing to do would only be waited for."""
+    streams = {old: new for new, old in enumerate(sorted({block.stream for block in blocks}))}
+    for block in blocks:
+        block.stream = streams[block.stream]
+    return blocks, max(len(streams), 1)
 
 
 def _joined(blocks: list[Block]) -> list[Block]:

@@ -63,7 +63,7 @@ class GpuTicket:
 
     __slots__ = (
         "_armed", "_begun_s", "_device", "_error", "_hold", "_info", "_lost", "_opened_s", "_over", "_peers",
-        "_timeout_s", "base", "event", "issuing",
+        "_timeout_s", "base", "event", "issuing", "stream",
     )  # fmt: skip
 
     def __init__(
@@ -72,6 +72,7 @@ class GpuTicket:
         info: RunInfo,
         base: int,
         event: int,
+        stream: int,
         begun_s: float,
         timeout_s: float,
         armed: Sequence[int] | None,
@@ -81,6 +82,7 @@ class GpuTicket:
         self._device, self._info, self._begun_s, self._timeout_s = device, info, begun_s, timeout_s
         self.base = base  #: what this run's signals count from
         self.event = event  #: recorded when all of the run is done: what another stream waits for
+        self.stream = stream  #: in which it is recorded
         self.issuing = False  #: its event is not recorded yet, and may be done from an earlier run
         self._armed, self._hold, self._peers = armed, hold, peers
         self._over = False
