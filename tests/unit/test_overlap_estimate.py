@@ -134,10 +134,12 @@ def plain(
 def best_of(ranked: list[Prediction], traffic: Traffic) -> Setting:
     near = [p for p in ranked if p.time_us <= ranked[0].time_us * (1 + NEAR)]
     if all(p.joules is not None for p in near):
-        return min(near, key=lambda p: (p.joules, p.setting.strategy in PARTITIONED, p.time_us)).setting
-    by_cores = [p for p in near if p.setting.moved_by is Mover.CORES or traffic.local]
-    thrifty = [p for p in near if p not in by_cores] or near
-    return min(thrifty, key=lambda p: (p.setting.strategy in PARTITIONED, p.time_us)).setting
+        least = min(p.joules for p in near)
+        thrifty = [p for p in near if p.joules == least]
+    else:
+        by_cores = [p for p in near if p.setting.moved_by is Mover.CORES or traffic.local]
+        thrifty = [p for p in near if p not in by_cores] or near
+    return min(thrifty, key=lambda p: (p.setting.strategy is Strategy.DMA_PARTITION, p.time_us)).setting
 
 
 # --- tables and traffic of anything

@@ -3,7 +3,7 @@
 Owns the estimate of each setting, the choice among them, and C's (ConCCL's) heuristics for comparison. It starts
 nothing and remembers nothing.
 
-An estimate is `ideal.together_us` of the two times alone and of the slowdowns that were measured beside each other.
+An estimate is `together_us` of the two times alone and of the slowdowns that were measured beside each other.
 What a setting's own cores cost (a partition, a kernel of few programs) lasts until each is over; the rest ends with
 the other. What reduces: engines have figures of their own, measured with a reduction, or none, as their sums take
 cores; without any it is `serial`. What is local (inside one GPU): engines do nothing there, so `dma` is never chosen,
@@ -15,13 +15,13 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dovetail.measure.sizes import format_bytes
-from dovetail.overlap import ideal
+from dovetail.overlap.ideal import together_us
 from dovetail.overlap.strategy import ALL, BY_ENGINES, PARTITIONED, Setting, Strategy
-from dovetail.overlap.tables import TUNE, Beside, BySize, Spot, Tables, log_of, spot
+from dovetail.overlap.tables import TUNE, Beside, BySize, Spot, Tables, between, log_of, spot
 from dovetail.overlap.tasks import Bound, Load, Mover, Traffic
 
 #: From here on `dma` is the default where nothing was measured: four fifths of such a copy are copying (A, MI300X).
@@ -33,6 +33,7 @@ _SPLITS = (1, 2, 4, 8)  # times core_step: the partitions that are tried
 _SHOWN = 4  # in a reason
 _SPLIT = 2  # times core_step: the partition of `few`
 _WIDE = 4  # times core_step: a kernel of more programs
+_MOST_SIZES = 64  # that a sheet is kept at
 
 
 class Prediction(NamedTuple):
@@ -44,8 +45,7 @@ class Prediction(NamedTuple):
     notes: tuple[str, ...] = ()  #: what it was estimated with, where that is not what was asked
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ranking:
+class Ranking(NamedTuple):
     """Settings by their estimates, and why the first was chosen."""
 
     order: tuple[Setting, ...]  #: all that are available: the chosen one, the others by time, those without figures
@@ -236,48 +236,52 @@ def _curves(traffic: Traffic, tables: Tables) -> list[tuple[Mover, BySize | None
 
 def _predictions(sheet: _Sheet, compute_us: float, alone: _Alone, size_bytes: int) -> list[Prediction]:
     """Of all entries, in their order."""
-    x = log_of(size_bytes)
-    spots = [spot(grid, x) for grid in sheet.grids]
     found = []
-    for setting, mover, joules_per_gb, fits in sheet.entries:
+    for setting, mover, joules, paces in sheet.at(size_bytes):
         comm_us, notes = alone[mover]
-        if fits:
+        if paces:
             time_us = -1.0
             more: tuple[str, ...] = ()
-            for fit in fits:  # of two bounds the worse
-                one_us = _together(fit, spots, compute_us, comm_us)
-                if one_us > time_us or (one_us == time_us and fit.notes > more):
-                    time_us, more = one_us, fit.notes
-            notes += more
+            for compute, comm, compute_more, comm_more, words in paces:  # of two bounds the worse
+                if compute_more is None:
+                    one_us = max(compute_us * compute, comm_us * comm)
+                else:
+                    one_us = together_us(compute_us * compute, comm_us * comm, compute_more, comm_more)
+                if one_us > time_us or (one_us == time_us and words > more):
+                    time_us, more = one_us, words
+            if more:
+                notes += more
         else:  # serial
             time_us = compute_us + comm_us
-        joules = None if joules_per_gb is None else joules_per_gb * size_bytes / 1e9
         found.append(Prediction(setting, time_us, joules, notes))
     return found
 
 
-def _together(fit: _Fit, spots: Sequence[Spot], compute_us: float, comm_us: float) -> float:
-    """Until both are over.
+class _Pace(NamedTuple):
+    """How many times longer each takes at one size: as long as it runs, and as long as the other runs too.
 
-    A partition that was not measured beside is estimated as C does, from the slowdowns by cores. A figure below 1 is
-    noise, but for a computation that goes without some cores: one that waits for memory may gain by it.
+    A partition that was not measured beside has no more than the first two: it is estimated as C does, from the
+    slowdowns by cores.
     """
-    compute_own, comm_own, at, compute_line, comm_line, may_gain, _ = fit
+
+    compute: float
+    comm: float
+    compute_more: float | None
+    comm_more: float
+    notes: tuple[str, ...]
+
+
+def _pace(fit: _Fit, spots: Sequence[Spot]) -> _Pace:
+    """A figure below 1 is noise, but for a computation without some cores: one that waits for memory may gain by it."""
+    compute_own, comm_own, at, compute_line, comm_line, may_gain, notes = fit
     if at is None:
-        return max(compute_us * compute_own, comm_us * comm_own)  # type: ignore[operator]
-    left, right, share = spots[at]  # as `between`, without its calls
-    rest = 1 - share
-    compute = compute_line[left] * rest + compute_line[right] * share
-    comm = comm_line[left] * rest + comm_line[right] * share
+        return _Pace(compute_own, comm_own, None, 0.0, notes)  # type: ignore[arg-type]
+    compute, comm = between(compute_line, spots[at]), max(between(comm_line, spots[at]), 1.0)
     if compute < 1.0 and not may_gain:
         compute = 1.0
-    if comm < 1.0:
-        comm = 1.0
     compute_lasts = compute if compute_own is None or compute_own > compute else compute_own
     comm_lasts = comm if comm_own is None or comm_own > comm else comm_own
-    return ideal.together_us(
-        compute_us * compute_lasts, comm_us * comm_lasts, compute / compute_lasts, comm / comm_lasts
-    )
+    return _Pace(compute_lasts, comm_lasts, compute / compute_lasts, comm / comm_lasts, notes)
 
 
 class _Fit(NamedTuple):
@@ -301,6 +305,15 @@ class _Entry(NamedTuple):
     fits: tuple[_Fit, ...]  #: for each bound that it may have; none of `serial`
 
 
+class _Sized(NamedTuple):
+    """The same at one size."""
+
+    setting: Setting
+    mover: Mover
+    joules: float | None
+    paces: tuple[_Pace, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class _Sheet:
     """What an estimate of these settings needs and that does not depend on sizes and times: found out once.
@@ -311,6 +324,24 @@ class _Sheet:
     entries: tuple[_Entry, ...]  #: in the order of strategies, which decides between equal times
     grids: tuple[tuple[float, ...], ...]  #: the sizes that lines have points at: most lines have them in common
     unknown: tuple[Setting, ...]  #: those without figures
+    _at: dict[int, tuple[_Sized, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def at(self, size_bytes: int) -> tuple[_Sized, ...]:
+        """The entries at one size. Those of the last sizes are kept: many computations have the same traffic beside."""
+        found = self._at.get(size_bytes)
+        if found is None:
+            if len(self._at) >= _MOST_SIZES:
+                self._at.clear()
+            x = log_of(size_bytes)
+            spots = [spot(grid, x) for grid in self.grids]
+            found = self._at[size_bytes] = tuple(
+                _Sized(
+                    setting, mover, None if joules_per_gb is None else joules_per_gb * size_bytes / 1e9,
+                    tuple(_pace(fit, spots) for fit in fits),
+                )
+                for setting, mover, joules_per_gb, fits in self.entries
+            )  # fmt: skip
+        return found
 
 
 def _sheet(
@@ -396,7 +427,8 @@ def _words(
     serial = [p for p in ranked if p.setting.strategy is Strategy.SERIAL][:1]
     shown = list({id(p): p for p in (*ranked[:_SHOWN], best, *serial)}.values())
     if best is not ranked[0]:
-        notes = [f"{best.setting} is within {NEAR:.0%} of the fastest and takes less energy", *notes]
+        less = "less energy" if best.setting.moved_by is not ranked[0].setting.moved_by else "fewer cores"
+        notes = [f"{best.setting} is within {NEAR:.0%} of the fastest and takes {less}", *notes]
     if unknown:
         notes = [*notes, f"without figures: {', '.join(map(str, unknown))}"]
     notes = [*notes, *(note for p in shown for note in p.notes)]
@@ -407,15 +439,16 @@ def _words(
 def _thriftiest(near: Iterable[Prediction], traffic: Traffic) -> Prediction:
     """The one of the least energy: by joules if they are known of all, else engines before cores.
 
-    Of those the one that keeps no cores from the computation: what that costs differs from shape to shape, as tiles
-    come in waves. Then the fastest.
+    Of those that engines move the one that keeps no cores from the computation: what that costs differs from shape to
+    shape, as tiles come in waves. Then the fastest.
     """
     every = list(near)
-    if all(p.joules is not None for p in every):
-        return min(every, key=lambda p: (p.joules, p.setting.strategy in PARTITIONED, p.time_us))
+    told = all(p.joules is not None for p in every)
 
-    def standing(p: Prediction) -> tuple[bool, bool, float]:
-        return p.setting.moved_by is Mover.CORES or traffic.local, p.setting.strategy in PARTITIONED, p.time_us
+    def standing(p: Prediction) -> tuple[float, bool, float]:
+        by_cores = p.setting.moved_by is Mover.CORES or traffic.local
+        joules = p.joules if told and p.joules is not None else float(by_cores)
+        return joules, p.setting.strategy is Strategy.DMA_PARTITION, p.time_us
 
     return min(every, key=standing)
 
