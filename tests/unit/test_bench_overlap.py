@@ -471,13 +471,13 @@ def test_a_spec_needs_scenarios() -> None:
 
 
 def test_what_a_run_costs_the_host(found: dict[str, Any]) -> None:
-    known, new = found["cost"]
-    assert (known["pair"], new["pair"]) == ("known", "new")
+    known, new, sized = found["cost"]
+    assert [row["pair"] for row in (known, new, sized)] == ["known", "new", "new, of a new size"]
     for row in (known, new):
         assert row["correct"]
         assert row["over_us"] == pytest.approx(row["run_us"] - row["hand_us"])
         assert row["hand_us"] > 0
-    assert found["cost lines"][0].startswith(f"known pair, {known['setting']}: ")
+    assert found["cost lines"][0].startswith(f"pair that is known, {known['setting']}: ")
     assert found["cost lines"][-1] == "all correct"
 
 

@@ -454,7 +454,7 @@ def test_auto_leaves_out_what_the_driver_refuses(
     two: Two, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Tables of another machine put it first: on HIP `auto` says that it can't and goes on."""
-    monkeypatch.setattr(runtime, "_ranking", lambda load, comm: with_it_first(two.settings))
+    monkeypatch.setattr(policy, "choose", lambda *_, **__: with_it_first(two.settings))
     taken = [runtime.run(two.computation(two.place), two.comm) for _ in range(ROUNDS_BEFORE_KEPT + 2)]
     for outcome in taken:
         outcome.wait()

@@ -215,7 +215,9 @@ class GpuPlace:
 
     def _compute(self, compute: Computation, stream: int, main: int) -> Any:
         self.stream = stream
-        with self._lane(stream, main):
+        if stream == main:
+            return compute()
+        with self.current(stream):
             return compute()
 
     def _lane(self, stream: int, main: int) -> contextlib.AbstractContextManager[None]:

@@ -106,15 +106,16 @@ class Runtime:
         self._of_groups: weakref.WeakKeyDictionary[Any, dict[Key, _Pair]] = weakref.WeakKeyDictionary()
         self._unread: deque[tuple[_Pair, Setting, int, int]] = deque()  # the events of runs, in their order
         self._settings: dict[tuple[frozenset[Mover], bool, bool], tuple[Setting, ...]] = {}
+        self._estimates: dict[Any, tuple[policy.Ranking, list[Setting]]] = {}  # by what they depend on
 
     def run(
         self, compute: Computation | Callable[[], Any], comm: Communication, strategy: str = AUTO, *, cores: int = 0
     ) -> Outcome:
         """Both; see `dovetail.overlap.run`."""
         task, load = computation(compute)
-        check(comm)
         main = self.main()
         if strategy != AUTO:
+            check(comm)
             setting = self.forced(comm, strategy, cores)
             launched = self.place.launch(task, comm, setting, main)
             return Outcome(launched.value, setting, _forced, launched.pending)
@@ -173,15 +174,24 @@ class Runtime:
     def explain(self, compute: Computation | Callable[[], Any] | None, comm: Communication) -> policy.Ranking:
         """What `auto` would choose for a new pair, and why; nothing runs."""
         load = Load() if compute is None else computation(compute)[1]
-        return self._ranking(load, comm)
+        return self._estimate(load, comm)[0]
 
     # --- pairs
 
-    def _ranking(self, load: Load, comm: Communication) -> policy.Ranking:
-        return policy.choose(
-            comm.traffic, self._tables, self._available(comm), compute_us=policy.alone_us(load, self._tables),
-            bound=policy.bound_of(load, self._tables),
-        )  # fmt: skip
+    def _estimate(self, load: Load, comm: Communication) -> tuple[policy.Ranking, list[Setting]]:
+        """What is estimated for a new pair, and what is to be tried. Many pairs have the same: it is made once."""
+        available, known = self._available(comm), self._tables
+        key = (load.flops, load.size_bytes, load.launches, comm.traffic, id(available))  # those are kept
+        found = self._estimates.get(key)
+        if found is None:
+            ranking = policy.choose(
+                comm.traffic, known, available, compute_us=policy.alone_us(load, known),
+                bound=policy.bound_of(load, known),
+            )  # fmt: skip
+            while len(self._estimates) >= _MOST_PAIRS:
+                self._estimates.pop(next(iter(self._estimates)))
+            found = self._estimates[key] = ranking, contenders(ranking)
+        return found
 
     def _available(self, comm: Communication) -> tuple[Setting, ...]:
         """What `auto` chooses among.
@@ -211,18 +221,24 @@ class Runtime:
         A capture tries nothing: its events have no times, and a driver asked for others would end it. Where there is
         nothing to time and to decide, nobody asks whether it is one, or whether earlier times are there.
         """
-        group, pairs = comm.group, self._pairs
-        key: Key = (load, comm.traffic)
+        pairs = self._pairs
+        try:
+            group, traffic = comm.group, comm.traffic
+        except AttributeError:
+            check(comm)
+            raise
+        key: Key = (load, traffic)
         if group is not None and group.size > 1:
             # What all ranks have alike: a name and the traffic, not what one of them computes.
-            pairs, key = self._of_groups.setdefault(group, {}), (load.name, comm.traffic)
+            pairs, key = self._of_groups.setdefault(group, {}), (load.name, traffic)
         pair = pairs.get(key)
-        if pair is not None and pair.trials.is_plain:
-            return pair.trials.next(), pair.why, None
+        if pair is not None and (kept := pair.trials.plain()):
+            return kept, pair.why, None
+        check(comm)
         if self._device is not None and self._device.driver.stream_capturing(main):
             if pair is not None:
                 return pair.trials.kept, pair.why, None
-            ranking = self._ranking(load, comm)
+            ranking, _ = self._estimate(load, comm)
             return next(s for s in ranking.order if s.strategy not in PARTITIONED), ranking.words, None
         if pair is None:
             pair = self._new(load, comm)
@@ -233,11 +249,10 @@ class Runtime:
         return setting, pair.why, pair if pair.trials.wants_time else None
 
     def _new(self, load: Load, comm: Communication) -> _Pair:
-        ranking = self._ranking(load, comm)
+        ranking, wanted = self._estimate(load, comm)
+        why: Callable[[], str] = ranking.words
         if env.disable():
             wanted, why = [_baseline(ranking)], _disabled
-        else:
-            wanted, why = contenders(ranking), ranking.words
         if comm.group is None or comm.group.size == 1:
             wanted = [s for s in wanted if self._can(s)]
         else:
@@ -440,8 +455,11 @@ def run(
     Raises:
         ValueError, NotSupported: an unknown strategy, or one that can't run here; nothing was started.
     """
-    check(comm)
-    return runtime(comm.device).run(compute, comm, strategy, cores=cores)
+    found = _runtimes.get(id(getattr(comm, "device", None)))  # without the lock, which only who makes one needs
+    if found is None:
+        check(comm)
+        found = runtime(comm.device)
+    return found.run(compute, comm, strategy, cores=cores)
 
 
 def beside(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from dovetail.overlap.strategy import Setting
 
-ROUNDS = 3  #: runs of each setting, of which the first does not count: it compiles, loads and finds pages
+ROUNDS = 3  #: runs of each setting, of which the first is not timed: it compiles, loads and finds pages
 EVERY = 8  #: when nothing is tried, each so many-th run is timed
 WATCH = 64  #: runs after which the kept one is compared with what the others took
 AGAIN = 1024  #: runs after which all are tried again
@@ -41,14 +41,21 @@ class Trials:
 
     @property
     def wants_time(self) -> bool:
-        """Should the run that `next` was asked for be timed?"""
-        return self._count <= self._tries if self.is_trying else self._count % EVERY == 0
+        """Should the run that `next` was asked for be timed? Not the first one of a setting that is tried."""
+        if self.is_trying:
+            return len(self.settings) < self._count <= self._tries
+        return self._count % EVERY == 0
 
-    @property
-    def is_plain(self) -> bool:
-        """Is the next run one of the kept setting, with nothing to time and nothing to decide before it?"""
+    def plain(self) -> Setting | None:
+        """For the next run, if it is one of the kept setting with nothing to time, and nothing to decide before it.
+
+        None: ask `is_due` and `next`.
+        """
         count = self._count
-        return not self.is_trying and count % WATCH != 0 and (count + 1) % EVERY != 0
+        if self.is_trying or not count % WATCH or not (count + 1) % EVERY:
+            return None
+        self._count = count + 1
+        return self.kept
 
     @property
     def _tries(self) -> int:
@@ -56,11 +63,9 @@ class Trials:
 
     def note(self, setting: Setting, time_us: float) -> None:
         """What a run took."""
-        n = self.settings.index(setting)
-        self._seen[n] += 1
-        if self._seen[n] > 1:
-            self._times[n].append(time_us)
-            del self._times[n][:-_RECENT]
+        times = self._times[self.settings.index(setting)]
+        times.append(time_us)
+        del times[:-_RECENT]
 
     @property
     def is_due(self) -> bool:
@@ -97,7 +102,6 @@ class Trials:
 
     def _forget(self) -> None:
         self._times: list[list[float]] = [[] for _ in self.settings]  # the last few
-        self._seen = [0] * len(self.settings)
 
     def why(self) -> str:
         """The figures, in words."""

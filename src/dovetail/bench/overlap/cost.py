@@ -28,7 +28,7 @@ Step = Callable[[], Any]
 
 
 def measure(site: GpuSite, session: Any, rounds: int = ROUNDS) -> list[Row]:
-    """A row for each of the two; `correct` says whether the bytes arrived."""
+    """A row for each; `correct` says whether the bytes arrived."""
     work, made = site.work(_COMPUTE), site.link(_JOB, PIECE_BYTES)
     made.fresh()
     right = all(site.check(made, mover) for mover in sorted(made.comm.movers))
@@ -37,7 +37,8 @@ def measure(site: GpuSite, session: Any, rounds: int = ROUNDS) -> list[Row]:
         with site.place.current(site.timer.main):
             rows = [
                 _known(runtime, work, made.comm, session, rounds),
-                _new(runtime, work, made.comm, session, rounds),
+                _new(runtime, work, made.comm, session, rounds, sizes=False),
+                _new(runtime, work, made.comm, session, rounds, sizes=True),
             ]
     finally:
         close()
@@ -56,14 +57,20 @@ def _known(runtime: Runtime, work: Any, comm: Communication, session: Any, round
     return {"pair": "known", "setting": str(kept), "hand_us": hand_us, "run_us": run_us, "over_us": run_us - hand_us}
 
 
-def _new(runtime: Runtime, work: Any, comm: Communication, session: Any, rounds: int) -> Row:
-    chosen = runtime.explain(Call(work, Load(name="new")), comm).choice
-    names = itertools.count()
+def _new(runtime: Runtime, work: Any, comm: Communication, session: Any, rounds: int, *, sizes: bool) -> Row:
+    """Each a computation of a new name; with `sizes` also of a size that was never asked for."""
+
+    def load(number: int) -> Load:
+        if not sizes:
+            return Load(name=f"new {number}")
+        return Load(name=f"sized {number}", flops=4096.0 + number, size_bytes=24576.0 + number)
+
+    chosen = runtime.explain(Call(work, load(-1)), comm).choice
+    numbers = itertools.count()
     with _by_hand(runtime, chosen, work, comm, session) as by_hand:
-        hand_us, run_us = _in_turn(
-            [by_hand, lambda: run(Call(work, Load(name=f"new {next(names)}")), comm)], session, rounds
-        )
-    return {"pair": "new", "setting": str(chosen), "hand_us": hand_us, "run_us": run_us, "over_us": run_us - hand_us}
+        hand_us, run_us = _in_turn([by_hand, lambda: run(Call(work, load(next(numbers))), comm)], session, rounds)
+    pair = "new, of a new size" if sizes else "new"
+    return {"pair": pair, "setting": str(chosen), "hand_us": hand_us, "run_us": run_us, "over_us": run_us - hand_us}
 
 
 @contextlib.contextmanager
@@ -133,8 +140,8 @@ def _in_turn(calls: Sequence[Step], session: Any, rounds: int) -> list[float]:
 def lines(rows: Sequence[Row]) -> list[str]:
     """For people."""
     found = [
-        f"{row['pair']} pair, {row['setting']}: {row['run_us']:.1f} us of host time, by hand {row['hand_us']:.1f}: "
-        f"{row['over_us']:.1f} us over it"
+        f"pair that is {row['pair']}, {row['setting']}: {row['run_us']:.1f} us of host time, "
+        f"by hand {row['hand_us']:.1f}: {row['over_us']:.1f} us over it"
         for row in rows
     ]
     return [*found, "all correct" if all(row["correct"] for row in rows) else "results WRONG"]
