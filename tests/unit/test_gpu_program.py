@@ -217,8 +217,8 @@ def test_a_stream_that_has_nothing_to_do_is_not_there() -> None:
     plan = passes.crossing(passes.entry(all_gather.pcpy(4, 64, own_copy=False)), 0)
     host = frozenset({1, 2, 3})
     both = compile_plan(plan, range(4), CAPS, most_streams=2, lane_of=by_direction(host, 2))
-    assert (both.num_streams, {block.stream for block in both.blocks}) == (2, {0, 1})
+    assert (both.lanes, {block.stream for block in both.blocks}) == ((0, 1), {0, 1})
     one_way = two_queues(st.copy((0, 1, 0), (0, 2, 0), 64))
     for lane in range(2):
         found = compile_plan(one_way, {0}, CAPS, most_streams=2, lane_of=lambda _, lane=lane: lane)
-        assert (found.num_streams, {block.stream for block in found.blocks}) == (1, {0})
+        assert (found.lanes, {block.stream for block in found.blocks}) == ((lane,), {0})

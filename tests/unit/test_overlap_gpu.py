@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 from tests import standin
 
+from dovetail.bench.overlap import plans
 from dovetail.errors import HardwareError, NotSupported
 from dovetail.hw.gpu import tensors
 from dovetail.hw.gpu.device import Device
@@ -22,6 +24,8 @@ from dovetail.hw.gpu.hip import HipDriver
 from dovetail.overlap import Call, Load, LocalCommunication, Mover, Runtime, Setting, Strategy, Traffic, policy, trials
 from dovetail.overlap.gpu import GpuPlace
 from dovetail.overlap.runtime import ROUNDS_BEFORE_KEPT
+from dovetail.overlap.tables import BySize, Tables
+from dovetail.overlap.tasks import Bound
 from dovetail.overlap.timing import GpuTimer
 from dovetail.plan import passes
 from dovetail.plan.build import all_gather
@@ -745,3 +749,62 @@ def test_two_lambdas_of_one_function_are_two_computations(two: Two) -> None:
             two.comm,
         )
         assert len(runtime._pairs) == 2
+
+
+@pytest.mark.parametrize("ways", [("out", "into"), ("into", "out")])
+def test_copies_the_other_way_do_not_wait(two: Two, ways: tuple[str, str]) -> None:
+    """One stands behind a caller's stream that is busy; what goes the other way, for another stream, gets on."""
+    driver = two.device.driver
+    comms, ends = [], []
+    for way in ways:
+        source, target = (1, 0) if way == "into" else (0, 1)
+        sides = ((source, "from"), (target, "to"))
+        made = {(r, f"{way} {end}"): two.heaps[r].empty((SIZE,), torch.uint8) for r, end in sides}
+        view(made[source, f"{way} from"].data_ptr(), SIZE)[:] = 7
+        ends.append(view(made[target, f"{way} to"].data_ptr(), SIZE))
+        ends[-1][:] = 0
+        plan = passes.entry(plans.copies((way,), 1, SIZE))
+        comms.append(LocalCommunication(two.device, plan, made, host_ranks=HOST, kind="fetch"))
+    word, wait = two.device.pinned(8).array.view(np.uint64), np.zeros(1, WORD)
+    word[0] = 0
+    wait["kind"], wait["address"], wait["value"] = WAIT, word.ctypes.data, 1
+    driver.stream_words(wait, two.main)
+    other = driver.stream_create()
+    runs = [comm.start(Mover.ENGINES, stream=stream) for comm, stream in zip(comms, (two.main, other), strict=True)]
+    try:
+        runs[1].wait(10)
+        assert set(ends[1].tolist()) == {7}
+        assert set(ends[0].tolist()) == {0}
+    finally:
+        word[0] = 1
+        for run in runs:
+            run.wait(10)
+    assert set(ends[0].tolist()) == {7}
+    for comm in comms:
+        comm.close()
+    driver.stream_destroy(other)
+
+
+def test_an_estimate_is_of_what_was_asked(two: Two) -> None:
+    """It is kept for the next pair of the same sizes, and for no other."""
+    figures = {("all_gather", mover): BySize(((SIZE, 10.0, 0),)) for mover in Mover}
+    known = Tables(
+        num_cores=132, core_step=8, flops=1e12, memory_bytes_per_s=1e11, link_bytes_per_s=1e10, alone=figures,
+        compute_alone={Bound.MEMORY: BySize(((1000, 50.0, 132),))},
+    )  # fmt: skip
+    engines_only = SimpleNamespace(traffic=two.comm.traffic, movers=frozenset({Mover.ENGINES}), group=None)
+    with Runtime(two.device, known=known) as runtime:
+
+        def least(comm: Any = two.comm, **load: float) -> float:
+            asked = [runtime.explain(Call(lambda: None, Load(name=f"{turn}", **load)), comm) for turn in range(2)]
+            assert asked[0] is asked[1]
+            return asked[0].predictions[0].time_us
+
+        assert least(flops=1e9) == pytest.approx(1010.0)
+        assert least(flops=2e9) == pytest.approx(2010.0)
+        assert least(flops=1e6, size_bytes=1e6) == pytest.approx(50_010.0)
+        assert least(flops=1e6, size_bytes=1e6, launches=1000) == pytest.approx(50_010.0)
+        assert least(flops=1e5, size_bytes=1e5, launches=1000) == pytest.approx(50_010.0)
+        assert least(flops=1e5, size_bytes=1e5) == pytest.approx(5_010.0)
+        few = runtime.explain(Call(lambda: None, Load(flops=1e9)), engines_only)
+        assert {setting.moved_by for setting in few.order} == {Mover.ENGINES}

@@ -61,8 +61,10 @@ def test_the_balance_of_the_machine_tells_what_bounds() -> None:
     known = tables()  # 200 FLOPs for each byte
     assert policy.bound_of(Load(flops=2e9, size_bytes=1e7), known) is Bound.COMPUTE
     assert policy.bound_of(Load(flops=1.99e9, size_bytes=1e7), known) is Bound.MEMORY
-    assert policy.bound_of(Load(flops=1e7, size_bytes=1e7), known) is Bound.MEMORY
-    assert policy.bound_of(Load(flops=0.99e7, size_bytes=1e7), known) is Bound.STREAM
+    for item in (2, 4):  # bytes of an element
+        row = Load(flops=2 * 8192 * 28672, size_bytes=item * (8192 + 8192 * 28672 + 28672))
+        assert policy.bound_of(row, known) is Bound.MEMORY  # a product of one row
+        assert policy.bound_of(Load(flops=1e6, size_bytes=3 * item * 1e6), known) is Bound.STREAM  # a sum of vectors
     for load in (Load(), Load(flops=1e9), Load(size_bytes=1e9)):
         assert policy.bound_of(load, known) is None
     assert policy.bound_of(Load(flops=2e9, size_bytes=1e7), None) is None

@@ -16,9 +16,8 @@ from dovetail.hw.gpu import tensors
 from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.driver import Share
 from dovetail.overlap.strategy import COMMUNICATION_FIRST, PARTITIONED, Setting, Strategy
-from dovetail.overlap.tasks import Communication, Computation, Launched, Mark, Mover, Run, Side
+from dovetail.overlap.tasks import Communication, Computation, Launched, Mark, Mover, Run, Side, apart_of
 
-_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 _URGENT = frozenset({Strategy.PRIORITY, Strategy.PRIORITY_PARTITION})
 
 
@@ -120,8 +119,7 @@ class GpuPlace:
             if mark:
                 mark(Side.COMM, main)
             return Launched(value, pending)
-        apart = getattr(comm, "start_apart", None) if mover is Mover.ENGINES else None
-        if apart is not None:
+        if (apart := apart_of(comm, mover)) is not None:
             return self._launch_apart(apart, compute, main, here, mark)
         self._fork(main, there, here)
         try:
@@ -164,11 +162,10 @@ class GpuPlace:
             launched.pending = comm.start(mover, stream=main, cores=cores)
             return
         self.stream = here
-        apart = getattr(comm, "start_apart", None) if mover is Mover.ENGINES else None
-        if apart is not None:
+        if (apart := apart_of(comm, mover)) is not None:
             run = launched.pending = self._start_apart(apart, main, here)
             try:
-                with self._lane(here, main):
+                with self.current(here) if here != main else contextlib.nullcontext():
                     yield launched
             finally:
                 self._join_apart(run, main, here)
@@ -176,16 +173,17 @@ class GpuPlace:
         self._fork(main, there, here)
         try:
             launched.pending = comm.start(mover, stream=there, cores=cores)
-            with self._lane(here, main):
+            with self.current(here) if here != main else contextlib.nullcontext():
                 yield launched
         finally:
             self._join(main, there, here)
 
     def _start_apart(self, start: Callable[[int], Run], main: int, here: int) -> Run:
+        run = start(main)  # first: if it is refused, no lane waits for anything
         if here != main:
             self._driver.event_record(self._event, main)
             self._driver.stream_wait_event(here, self._event)
-        return start(main)
+        return run
 
     def _join_apart(self, run: Run, main: int, here: int) -> None:
         if here != main:
@@ -219,10 +217,6 @@ class GpuPlace:
             return compute()
         with self.current(stream):
             return compute()
-
-    def _lane(self, stream: int, main: int) -> contextlib.AbstractContextManager[None]:
-        """Makes a stream torch's current one, unless it is the caller's."""
-        return _NOTHING if stream == main else self.current(stream)
 
     def current_stream(self) -> int:
         """torch's, where torch sees the GPU; else the default one, 0.

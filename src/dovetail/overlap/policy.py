@@ -1,7 +1,7 @@
 """Which way two should run together: pure functions of what is known of them and of what was measured.
 
 Owns the estimate of each setting, the choice among them, and C's (ConCCL's) heuristics for comparison. It starts
-nothing and remembers nothing.
+nothing; what it remembers, with the tables that it belongs to, only saves time.
 
 An estimate is `together_us` of the two times alone and of the slowdowns that were measured beside each other.
 What a setting's own cores cost (a partition, a kernel of few programs) lasts until each is over; the rest ends with
@@ -28,7 +28,7 @@ from dovetail.overlap.tasks import Bound, Load, Mover, Traffic
 DEFAULT_DMA_BYTES = 1 << 20
 NEAR = 0.02  #: two estimates that differ by less are equal, and energy decides
 _PRODUCTS = (Bound.COMPUTE, Bound.MEMORY)  # the worse of them stands for a computation of which nothing is known
-_STREAM_FLOPS_PER_BYTE = 1.0  # a product of one row has this many in bf16; a sum of vectors has a sixth
+_STREAM_FLOPS_PER_BYTE = 0.3  # a sum of vectors has a sixth in bf16; a product of one row has one, in fp32 a half
 _SPLITS = (1, 2, 4, 8)  # times core_step: the partitions that are tried
 _SHOWN = 4  # in a reason
 _SPLIT = 2  # times core_step: the partition of `few`
@@ -316,7 +316,7 @@ class _Sized(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Sheet:
-    """What an estimate of these settings needs and that does not depend on sizes and times: found out once.
+    """What an estimate of these settings needs and that does not depend on times: found out once.
 
     A choice would take longer than it saves if it looked all of it up.
     """

@@ -181,7 +181,7 @@ class Runtime:
     def _estimate(self, load: Load, comm: Communication) -> tuple[policy.Ranking, list[Setting]]:
         """What is estimated for a new pair, and what is to be tried. Many pairs have the same: it is made once."""
         available, known = self._available(comm), self._tables
-        key = (load.flops, load.size_bytes, load.launches, comm.traffic, id(available))  # those are kept
+        key = (load.flops, load.size_bytes, load.launches, comm.traffic, available)
         found = self._estimates.get(key)
         if found is None:
             ranking = policy.choose(

@@ -200,9 +200,9 @@ class Tables:
     def both(self, setting: Setting, bound: Bound, traffic: Traffic) -> Beside | None:
         """What a setting does to both; its bound, kind and cores are those of the measured figures that serve.
 
-        Of those of the strategy, first the ones of this bound, then of the nearest kind, then of the nearest number of
-        cores (0 is only like 0); between two sizes on a line over the logarithm, beyond the last as there. None if
-        nothing like it was measured.
+        Of those of the strategy, first the ones of this bound or the nearest, then of the nearest kind, then of the
+        nearest number of cores (0 is only like 0); between two sizes on a line over the logarithm, beyond the last as
+        there. None if nothing like it was measured.
         """
         found = lines(self._like(setting, bound, traffic))
         if found is None:

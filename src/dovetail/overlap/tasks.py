@@ -96,6 +96,10 @@ class Communication(Protocol):
             cores: how many programs move it, if cores do; 0 for as many as the communication thinks best.
 
         Returns what the host can wait for; on a CPU, cores are done when this returns.
+
+        A communication may also have `start_apart(stream) -> Run`: by engines, in streams of its own, behind what is
+        in the raw stream, which does not wait for it. Then there are no hops over a stream that does nothing but wait,
+        of which each costs an engine microseconds.
         """
 
 
@@ -111,14 +115,9 @@ class Run(Pending, Protocol):
         """Where that is recorded."""
 
 
-class Apart(Protocol):
-    """What a communication may have beside `start`, if engines move it in streams of its own.
-
-    It saves the hops over a stream that does nothing but wait: an engine takes microseconds for each.
-    """
-
-    def start_apart(self, stream: int) -> Run:
-        """By engines, behind what is in the raw stream, which does not wait for it."""
+def apart_of(comm: Communication, mover: Mover) -> Callable[[int], Run] | None:
+    """`start_apart` of a communication that has it, if engines are to move it."""
+    return getattr(comm, "start_apart", None) if mover is Mover.ENGINES else None
 
 
 class Side(Name):

@@ -21,7 +21,7 @@ from dovetail.hw.gpu.driver import WAIT, WORD
 from dovetail.overlap.cpu import CpuPlace
 from dovetail.overlap.gpu import GpuPlace
 from dovetail.overlap.strategy import Setting
-from dovetail.overlap.tasks import Communication, Computation, Mover, Side
+from dovetail.overlap.tasks import Communication, Computation, Mover, Side, apart_of
 
 #: A computation that waits for its own results on the host would stand before the closed gate for ever.
 _OPEN_AFTER_S = 2.0
@@ -67,9 +67,15 @@ class GpuTimer:
 
     def comm(self, comm: Communication, mover: Mover, cores: int = 0) -> float:
         """A communication alone, in microseconds."""
-        with self._gate():
-            pending = comm.start(mover, stream=self.main, cores=cores)
-            self._mark(Side.COMM, self.main)
+        apart = apart_of(comm, mover)
+        with self._gate():  # to the same point as beside a computation
+            if apart is not None:
+                pending: Any = apart(self.main)
+                self._mark(Side.COMM, pending.stream)
+                self._driver.stream_wait_event(self.main, pending.event)
+            else:
+                pending = comm.start(mover, stream=self.main, cores=cores)
+                self._mark(Side.COMM, self.main)
         if pending is not None:
             pending.wait()
         return self._us(Side.COMM)

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dovetail.bench.overlap.gpu import GpuSite
@@ -18,7 +19,7 @@ from dovetail.measure.stats import median
 from dovetail.overlap.runtime import ROUNDS_BEFORE_KEPT, Runtime, close, run
 from dovetail.overlap.runtime import runtime as runtime_of
 from dovetail.overlap.strategy import COMMUNICATION_FIRST, Setting, Strategy
-from dovetail.overlap.tasks import Bound, Call, Communication, Load
+from dovetail.overlap.tasks import Bound, Call, Communication, Load, apart_of
 
 ROUNDS = 1000
 PIECE_BYTES = 64 << 10
@@ -37,8 +38,8 @@ def measure(site: GpuSite, session: Any, rounds: int = ROUNDS) -> list[Row]:
         with site.place.current(site.timer.main):
             rows = [
                 _known(runtime, work, made.comm, session, rounds),
-                _new(runtime, work, made.comm, session, rounds, sizes=False),
-                _new(runtime, work, made.comm, session, rounds, sizes=True),
+                _new(runtime, work, lambda _: made.comm, session, rounds, "new"),
+                _new(runtime, work, lambda number: _Sized(made.comm, number), session, rounds, "new, of new sizes"),
             ]
     finally:
         close()
@@ -57,19 +58,30 @@ def _known(runtime: Runtime, work: Any, comm: Communication, session: Any, round
     return {"pair": "known", "setting": str(kept), "hand_us": hand_us, "run_us": run_us, "over_us": run_us - hand_us}
 
 
-def _new(runtime: Runtime, work: Any, comm: Communication, session: Any, rounds: int, *, sizes: bool) -> Row:
-    """Each a computation of a new name; with `sizes` also of a size that was never asked for."""
+class _Sized:
+    """A communication that says to be of another size: the policy has not been asked for it."""
 
-    def load(number: int) -> Load:
-        if not sizes:
-            return Load(name=f"new {number}")
-        return Load(name=f"sized {number}", flops=4096.0 + number, size_bytes=24576.0 + number)
+    def __init__(self, comm: Communication, number: int) -> None:
+        self._comm = comm
+        self.traffic = replace(comm.traffic, size_bytes=comm.traffic.size_bytes + number)
 
-    chosen = runtime.explain(Call(work, load(-1)), comm).choice
-    numbers = itertools.count()
-    with _by_hand(runtime, chosen, work, comm, session) as by_hand:
-        hand_us, run_us = _in_turn([by_hand, lambda: run(Call(work, load(next(numbers))), comm)], session, rounds)
-    pair = "new, of a new size" if sizes else "new"
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+
+def _new(
+    runtime: Runtime, work: Any, comm: Callable[[int], Any], session: Any, rounds: int, pair: str
+) -> Row:  # fmt: skip
+    """Each a computation of a new name; of communications that have new sizes each, the policy knows none."""
+    comms, numbers = [comm(number) for number in range(rounds + 2)], itertools.count(1)
+    chosen = runtime.explain(Call(work, Load(name="new")), comms[0]).choice
+
+    def new() -> None:
+        number = next(numbers)
+        run(Call(work, Load(name=f"{pair} {number}")), comms[number])
+
+    with _by_hand(runtime, chosen, work, comms[0], session) as by_hand:
+        hand_us, run_us = _in_turn([by_hand, new], session, rounds)
     return {"pair": pair, "setting": str(chosen), "hand_us": hand_us, "run_us": run_us, "over_us": run_us - hand_us}
 
 
@@ -80,7 +92,7 @@ def _by_hand(runtime: Runtime, setting: Setting, work: Any, comm: Communication,
     there, here = lanes.comm or main, lanes.compute or main
     before, after, beside = (driver.event_create() for _ in range(3))
     mover, cores = setting.moved_by, setting.cores
-    compute = _in_lane(runtime, work, here, main)
+    compute, apart = _in_lane(runtime, work, here, main), apart_of(comm, setting.moved_by)
 
     def serial() -> None:
         compute()
@@ -103,7 +115,18 @@ def _by_hand(runtime: Runtime, setting: Setting, work: Any, comm: Communication,
         driver.event_record(after, there)
         driver.stream_wait_event(main, after)
 
-    yield serial if setting.strategy is Strategy.SERIAL else both
+    def engines() -> None:
+        copies = apart(main)  # type: ignore[misc]
+        if here != main:
+            driver.event_record(before, main)
+            driver.stream_wait_event(here, before)
+        compute()
+        if here != main:
+            driver.event_record(beside, here)
+            driver.stream_wait_event(main, beside)
+        driver.stream_wait_event(main, copies.event)
+
+    yield serial if setting.strategy is Strategy.SERIAL else both if apart is None else engines
     session.synchronize()
     for event in (before, after, beside):
         driver.event_destroy(event)

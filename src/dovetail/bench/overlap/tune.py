@@ -250,11 +250,17 @@ class Tuner:
         movers = [mover for mover in Mover if mover in comm.movers]
         wrong = site.agree([0.0 if site.check(made, mover) else 1.0 for mover in movers])
         size, alone = comm.traffic.size_bytes, alone_us(site, comm, movers)
-        if not any(wrong) and piece_bytes in PIECES[: BESIDE if self._rounds > _FEW_ROUNDS else BESIDE - 1]:
-            if piece_bytes == PIECES[0]:
-                self._moved_by(comm, comm.traffic.kind)
+        short = min(alone.values()) < _SHORT_US
+        if piece_bytes == PIECES[0] and not any(wrong):
+            self._moved_by(comm, comm.traffic.kind)
+        if any(wrong):
+            pass
+        elif piece_bytes in PIECES[: BESIDE if self._rounds > _FEW_ROUNDS else BESIDE - 1]:
             beside = [self._together(comm, bound, alone) for bound in Bound]
             alone = {mover: statistics.fmean(each[mover] for each in beside) for mover in movers}
+        else:  # in turn with a computation too
+            work, _ = self._works[Bound.COMPUTE, short]
+            _, _, alone = self._timed(work, comm, (), movers, self._rounds_of(short))
         for mover, is_wrong in zip(movers, wrong, strict=True):
             cores = CORES if mover is Mover.CORES and site.backend != "cpu" else int(mover is Mover.CORES)
             self._row("alone", kind=kind, size_bytes=size, mover=str(mover), us=alone[mover], correct=not is_wrong)
@@ -269,8 +275,7 @@ class Tuner:
         work, unit_us = self._works[bound, short]
         work.repeats = scale.repeats(unit_us, least, 1.0)
         wanted = [s for s in settings(site, comm, _EVERY) if s.strategy is not Strategy.SERIAL]
-        rounds = _SHORT_ROUNDS if short and self._rounds > _FEW_ROUNDS else self._rounds
-        found, compute, alone = self._timed(work, comm, wanted, list(alone), rounds)
+        found, compute, alone = self._timed(work, comm, wanted, list(alone), self._rounds_of(short))
         for setting, times in found.items():
             own = self._own(setting, self._own_by_cores[bound, short], comm.traffic.kind)
             slow = while_both(
@@ -288,6 +293,9 @@ class Tuner:
             )  # fmt: skip
         work.repeats = 1
         return alone
+
+    def _rounds_of(self, short: bool) -> int:
+        return _SHORT_ROUNDS if short and self._rounds > _FEW_ROUNDS else self._rounds
 
     def _own(self, setting: Setting, compute: ByCores, kind: str) -> tuple[float, float]:
         """What the cores of each side cost it, whoever is beside."""
@@ -404,7 +412,7 @@ def lines(found: Tables) -> list[str]:
     shown = [f"{cores}; {found.flops / 1e12:.3g} TFLOP/s, {rates}"]
     for bound, curve in found.compute_by_cores.items():
         points = ", ".join(f"{cores} x{slowdown:.2f}" for cores, slowdown in curve.points)
-        shown.append(f"a computation that {bound} bounds, by cores: {points}")
+        shown.append(f"a computation of the sort {bound}, by cores: {points}")
     for kind, curve in found.comm_by_cores.items():
         points = ", ".join(f"{cores} x{slowdown:.2f}" for cores, slowdown in curve.points)
         shown.append(f"{kind} by cores: {points}")

@@ -117,7 +117,11 @@ class Execution:
 
     def _take(self, number: int, gated: bool) -> list[int]:
         if self._streams is None:
-            return self.device.arm(number, self.timeout_s) if gated else self.device.streams(number)
+            if gated:
+                return self.device.arm(number, self.timeout_s)
+            lanes = self.program.lanes  # what goes the other way has another lane, in other runs too
+            streams = self.device.streams(lanes[-1] + 1)
+            return [streams[lane] for lane in lanes]
         if gated or len(self._streams) < number:
             given = f"{len(self._streams)} streams of the caller"
             raise NotSupported(f"plan {self.program.plan.name}: {given} serve no gate and at most as many streams")

@@ -55,12 +55,17 @@ class Program:
     """A plan as one process runs it."""
 
     plan: Plan  #: lowered and folded
-    num_streams: int
+    lanes: tuple[int, ...]  #: which of a device's streams those of the blocks are; ones without blocks are not there
     steps: Rows  #: those that this process runs
     blocks: tuple[Block, ...]  #: in an order in which they can be issued
     num_events: int
     places: tuple[tuple[int, int], ...]  #: (queue, step) of each row of `steps`, for messages
     waits_outside: bool  #: some stream waits for somebody else
+
+    @property
+    def num_streams(self) -> int:
+        """That it runs in."""
+        return len(self.lanes)
 
 
 LaneOf = Callable[[Queue], int]
@@ -142,10 +147,10 @@ class _Compiler:
         columns = (steps["op"].tolist(), steps["signal"].tolist(), steps["value"].tolist())
         for n, (op, signal, value) in enumerate(zip(*columns, strict=True)):
             self._add(n, Op(op), signal, value, self.stream_of[mine[n][0]])
-        blocks, num_streams = _renumbered(_joined(_pruned(self.blocks)))
+        blocks, lanes = _renumbered(_joined(_pruned(self.blocks)))
         return Program(
             plan=plan,
-            num_streams=num_streams,
+            lanes=lanes,
             steps=steps,
             blocks=tuple(blocks),
             num_events=len(self.events),
@@ -220,12 +225,12 @@ def _pruned(blocks: list[Block]) -> list[Block]:
         blocks = kept
 
 
-def _renumbered(blocks: list[Block]) -> tuple[list[Block], int]:
-    """On streams 0 and up, and how many: one that has nothing to do would only be waited for."""
-    streams = {old: new for new, old in enumerate(sorted({block.stream for block in blocks}))}
+def _renumbered(blocks: list[Block]) -> tuple[list[Block], tuple[int, ...]]:
+    """On streams 0 and up, and which they were: one that has nothing to do would only be waited for."""
+    lanes = tuple(sorted({block.stream for block in blocks})) or (0,)
     for block in blocks:
-        block.stream = streams[block.stream]
-    return blocks, max(len(streams), 1)
+        block.stream = lanes.index(block.stream)
+    return blocks, lanes
 
 
 def _joined(blocks: list[Block]) -> list[Block]:

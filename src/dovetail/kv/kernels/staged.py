@@ -59,8 +59,8 @@ def staged_kernel(
             left = tl.minimum(num_vectors - part * VECTORS, VECTORS).to(tl.int32) * 2
             cached = tl.load(address + copy, mask=there) + row % num_rows * tl.load(pitch + copy, mask=there)
             cached, staged = cached + part * BLOCK * 8, begin + row * num_vectors * 16 + part * BLOCK * 8
-            cache_at = tl.multiple_of(cached[:, None].to(tl.pointer_type(tl.int64)) + lanes, (16, 16))
-            staged_at = tl.multiple_of(staged[:, None].to(tl.pointer_type(tl.int64)) + lanes, (16, 16))
+            cache_at = tl.multiple_of(cached[:, None].to(tl.pointer_type(tl.int64)) + lanes, (8, 16))
+            staged_at = tl.multiple_of(staged[:, None].to(tl.pointer_type(tl.int64)) + lanes, (8, 16))
             mask = there[:, None] & (lanes < left)
             if UNPACK:
                 tl.store(cache_at, tl.load(staged_at, mask=mask), mask=mask)

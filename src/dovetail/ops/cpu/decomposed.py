@@ -10,6 +10,7 @@ import torch
 
 from dovetail.coll import api
 from dovetail.ops import calls
+from dovetail.ops.cpu.product import mm, ready
 from dovetail.ops.group import OpsGroup
 
 _CHUNKS = 4
@@ -21,7 +22,7 @@ def gemv_all_reduce(g: OpsGroup, c: calls.GemvAllReduce) -> torch.Tensor:
     cuts = [c.n * k // _CHUNKS for k in range(_CHUNKS + 1)]
     parts, works = [], []
     for a, b in itertools.pairwise(cuts):
-        parts.append(torch.mm(c.x, c.w[a:b].t()))
+        parts.append(mm(c.x, c.w[a:b]))
         works.append(api.all_reduce(parts[-1], group=g.group, async_op=True))
     for work in works:
         work.wait()
@@ -35,11 +36,12 @@ def all_gather_matmul(g: OpsGroup, c: calls.AllGatherMatmul) -> torch.Tensor:
     every = torch.empty((m * g.group.size, c.k), dtype=c.dtype)
     work = api.all_gather_into_tensor(every, c.x, group=g.group, async_op=True)
     out = torch.empty((m * g.group.size, c.n), dtype=c.dtype)
-    torch.mm(c.x, c.w.t(), out=out[rank * m : (rank + 1) * m])
+    multiply = ready(c.w, m * g.group.size)
+    multiply(c.x, out[rank * m : (rank + 1) * m])
     work.wait()
     for a, b in ((0, rank * m), ((rank + 1) * m, out.shape[0])):
         if a < b:
-            torch.mm(every[a:b], c.w.t(), out=out[a:b])
+            multiply(every[a:b], out[a:b])
     return out
 
 
@@ -50,12 +52,12 @@ def matmul_reduce_scatter(g: OpsGroup, c: calls.MatmulReduceScatter) -> torch.Te
     x = c.x.view(size, m, c.k)
     out = torch.empty((m, c.n), dtype=c.dtype)
     cuts = [m * k // _CHUNKS for k in range(_CHUNKS + 1)]
-    works, held = [], []
+    works, held, multiply = [], [], ready(c.w, c.rows)
     for a, b in itertools.pairwise(cuts):
         if a < b:
             part = torch.empty((size, b - a, c.n), dtype=c.dtype)
             for d in range(size):
-                torch.mm(x[d, a:b], c.w.t(), out=part[d])
+                multiply(x[d, a:b], part[d])
             held.append(part)
             works.append(api.reduce_scatter_tensor(out[a:b], part.view(-1, c.n), group=g.group, async_op=True))
     for work in works:

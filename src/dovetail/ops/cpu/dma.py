@@ -16,6 +16,7 @@ import torch
 from dovetail.hw.cpu.executor import PlanRunner
 from dovetail.ops import calls
 from dovetail.ops.cpu import pooling
+from dovetail.ops.cpu.product import ready
 from dovetail.ops.cpu.store import Order, add_up, remote_first
 from dovetail.ops.group import NUM_WORDS, OpsGroup
 from dovetail.plan import passes
@@ -139,11 +140,12 @@ def gemm_all_to_all(
     out = g.blocks.empty((sum(c.receive), n), c.dtype)
     base = sum(c.receive[:rank])
 
+    multiply = ready(c.w, c.rows)
+
     def compute(part: _Part) -> None:
         rows = slice(part.first, part.first + part.rows)
         own = part.destination == rank
-        there = out[base + part.there : base + part.there + part.rows] if own else y[rows]
-        torch.mm(c.x[rows], c.w.t(), out=there)
+        multiply(c.x[rows], out[base + part.there : base + part.there + part.rows] if own else y[rows])
 
     _run(bound, {"y": y, "output": out}, compute)
     return out
@@ -166,10 +168,12 @@ def matmul_reduce_scatter(
     y = torch.empty((c.rows, n), dtype=c.dtype)
     stage = g.scratch("partial", part_bytes * size)[: part_bytes * size].view(c.dtype).view(size, m, n)
 
+    multiply = ready(c.w, c.rows)
+
     def compute(part: _Part) -> None:
         rows = slice(part.first, part.first + part.rows)
         own = part.destination == rank
-        torch.mm(c.x[rows], c.w.t(), out=stage[rank, part.there : part.there + part.rows] if own else y[rows])
+        multiply(c.x[rows], stage[rank, part.there : part.there + part.rows] if own else y[rows])
 
     _run(bound, {"y": y, "output": stage}, compute)
     out = torch.empty((m, n), dtype=c.dtype)

@@ -24,6 +24,7 @@ from dovetail.coll.dtypes import DTYPES
 from dovetail.hw.cpu import native
 from dovetail.ops import calls
 from dovetail.ops.cpu import pooling
+from dovetail.ops.cpu.product import mm, ready
 from dovetail.ops.group import NUM_WORDS, OpsGroup, Repeat
 from dovetail.plan.step import ReduceOp
 
@@ -86,7 +87,8 @@ def gemm_all_to_all(g: OpsGroup, c: calls.GemmAllToAll, *, order: Order = remote
     starts = [sum(c.send[:d]) for d in range(size)]
     copied = c.rows * n * c.dtype.itemsize
     if whole is None and c.rows and _in_one(c, c.rows // size, copied):
-        whole = torch.mm(c.x, c.w.t())
+        whole = mm(c.x, c.w)
+    multiply = ready(c.w, c.rows if whole is None else 0)
     with _unfinished(g, out):
         for d in order(rank, size):
             if not c.send[d]:
@@ -95,10 +97,11 @@ def gemm_all_to_all(g: OpsGroup, c: calls.GemmAllToAll, *, order: Order = remote
             there = out if d == rank else g.at(d, slots[d][0], (sum(receive), n), c.dtype)
             first = sum(receive[:rank])
             piece = there[first : first + c.send[d]]
-            if whole is not None:
-                piece.copy_(whole[starts[d] : starts[d] + c.send[d]])
+            rows = slice(starts[d], starts[d] + c.send[d])
+            if whole is None:
+                multiply(c.x[rows], piece)
             else:
-                torch.mm(c.x[starts[d] : starts[d] + c.send[d]], c.w.t(), out=piece)
+                piece.copy_(whole[rows])
         g.barrier()
     return out
 
@@ -110,7 +113,7 @@ def _gemm_small(g: OpsGroup, c: calls.GemmAllToAll) -> torch.Tensor | None:
     part = m * n * c.dtype.itemsize
     if not 0 < part * size <= _COPIED_BYTES or (stages := g.push(part * size)) is None:
         return None
-    whole = torch.mm(c.x, c.w.t())
+    whole = mm(c.x, c.w)
     here, at = whole.data_ptr(), rank * part
     copies = [v for d, stage in enumerate(stages) for v in (stage + at, here + d * part, part)]
     g.agree(c.text, (), (*c.send, *c.receive), copies=copies)
@@ -128,7 +131,7 @@ def _gemm_few(g: OpsGroup, c: calls.GemmAllToAll) -> tuple[torch.Tensor, bool] |
     most, region = _region_of(c), g.region
     if most is None or (stages := g.push(size * most)) is None or most > region:
         return None
-    whole = torch.mm(c.x, c.w.t())
+    whole = mm(c.x, c.w)
     here = whole.data_ptr()
     begins = [here + row * first for first in itertools.accumulate(c.send, initial=0)]
     copies = [
@@ -160,7 +163,7 @@ def all_gather_matmul(g: OpsGroup, c: calls.AllGatherMatmul, *, order: Order = l
     if size > 1 and 0 < part <= _COPIED_INPUT and (stages := g.push(part * size)) is not None:
         here, at = c.x.data_ptr(), rank * part
         g.agree(c.text, copies=[v for stage in stages for v in (stage + at, here, part)])
-        return torch.mm(g.at(rank, stages[rank] - g.base(rank), (size * m, c.k), c.dtype), c.w.t())
+        return mm(g.at(rank, stages[rank] - g.base(rank), (size * m, c.k), c.dtype), c.w)
     offset = g.blocks.offset(c.x)
     if offset < 0 and size > 1 and c.x.numel():
         shared = g.scratch("x", part)[:part].view(c.dtype).view(c.x.shape)
@@ -169,11 +172,11 @@ def all_gather_matmul(g: OpsGroup, c: calls.AllGatherMatmul, *, order: Order = l
     slots = g.agree(c.text, (offset,))
     rows = [c.x if s == rank else g.at(s, slots[s][0], (m, c.k), c.dtype) for s in range(size)]
     if _in_one(c, m, part * size):
-        out = torch.mm(torch.cat(rows), c.w.t())
+        out = mm(torch.cat(rows), c.w)
     else:
-        out = torch.empty((size * m, c.n), dtype=c.dtype)
+        out, multiply = torch.empty((size * m, c.n), dtype=c.dtype), ready(c.w, size * m)
         for s in order(rank, size):
-            torch.mm(rows[s], c.w.t(), out=out[s * m : (s + 1) * m])
+            multiply(rows[s], out[s * m : (s + 1) * m])
     g.barrier()  # everybody has read x
     return out
 
@@ -187,9 +190,10 @@ def matmul_reduce_scatter(g: OpsGroup, c: calls.MatmulReduceScatter, *, order: O
         return _reduce_scatter_of_one(g, c, m, part)
 
     def send(stages: Sequence[int]) -> None:
+        multiply = ready(c.w, c.rows)
         for d in order(rank, size) if part else ():
             there = g.at(d, stages[d] - g.base(d) + rank * part, (m, n), c.dtype)
-            torch.mm(c.x[d * m : (d + 1) * m], c.w.t(), out=there)
+            multiply(c.x[d * m : (d + 1) * m], there)
 
     stage = _sent(g, c, part * size, send)
     out = torch.empty((m, n), dtype=c.dtype)
@@ -200,7 +204,7 @@ def matmul_reduce_scatter(g: OpsGroup, c: calls.MatmulReduceScatter, *, order: O
 def _reduce_scatter_of_one(g: OpsGroup, c: calls.MatmulReduceScatter, m: int, part: int) -> torch.Tensor:
     """One product for all rows; its pieces to their owners."""
     rank, size = g.group.rank, g.group.size
-    whole = torch.mm(c.x, c.w.t())
+    whole = mm(c.x, c.w)
     here = whole.data_ptr()
 
     def copies(stages: Sequence[int]) -> list[int]:
@@ -261,7 +265,7 @@ def gemv_all_reduce(g: OpsGroup, c: calls.GemvAllReduce, *, order: Order = remot
     with _unfinished(g, stage, out):
         for d in order(rank, size):
             there = g.at(d, slots[d][0] + rank * wide, (m, cuts[d + 1] - cuts[d]), c.dtype)
-            torch.mm(c.x, c.w[cuts[d] : cuts[d + 1]].t(), out=there)
+            ready(c.w[cuts[d] : cuts[d + 1]], m)(c.x, there)
         g.barrier()
         mine = torch.empty((m, cuts[rank + 1] - cuts[rank]), dtype=c.dtype)
         add_up(mine, [stage.data_ptr() + s * wide for s in range(size)])
@@ -275,7 +279,7 @@ def gemv_all_reduce(g: OpsGroup, c: calls.GemvAllReduce, *, order: Order = remot
 def _oneshot(g: OpsGroup, c: calls.GemvAllReduce, part: int) -> torch.Tensor:
     """Partial products of `part` bytes go to everybody; each adds them up in the memory of its own."""
     rank, size = g.group.rank, c.world
-    out = torch.mm(c.x, c.w.t())
+    out = mm(c.x, c.w)
     here = out.data_ptr()
 
     def copies(stages: Sequence[int]) -> list[int]:
@@ -381,7 +385,7 @@ class _InPlace(Repeated):
         repeat = self._repeat
         if repeat.is_over:
             return None
-        out = torch.mm(x, w.t())
+        out = mm(x, w)
         here = out.data_ptr()
         repeat.run(here, here, here)
         return out
@@ -400,7 +404,7 @@ class _Scattered(Repeated):
         repeat = self._repeat
         if repeat.is_over:
             return None
-        whole = torch.mm(x, w.t())
+        whole = mm(x, w)
         here, out = whole.data_ptr(), whole.new_empty(self._shape)
         repeat.run(here, out.data_ptr(), here + self._own)
         return out
@@ -447,7 +451,7 @@ class _Gathered(Repeated):
         repeat = self._repeat
         if repeat.is_over:
             return None
-        return torch.mm(self._halves[repeat.send(x.data_ptr())], w.t())
+        return mm(self._halves[repeat.send(x.data_ptr())], w)
 
 
 def add_up(out: torch.Tensor, sources: list[int]) -> None:

@@ -1,0 +1,73 @@
+"""x @ w.T on the CPU, as fast as it can be had.
+
+Owns one decision: 16-bit floats are multiplied in fp32 where the CPU has no arithmetic for them. torch takes 2 to 10
+times as long there, and rounds the same sums.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+#: With fewer rows of x, making w longer takes more than the product.
+FEWEST_ROWS = 16
+_BLOCK_BYTES = 64 << 20  # of w in fp32: more of it is multiplied piece by piece
+_FLAGS = {torch.bfloat16: {"avx512_bf16", "amx_bf16"}, torch.float16: {"avx512_fp16", "amx_fp16"}}
+
+#: Multiplies rows of x; into `out`, if that is given.
+Multiply = Callable[..., torch.Tensor]
+
+
+def is_long(dtype: torch.dtype, rows: int) -> bool:
+    """Whether so many rows of x are multiplied in fp32, though they are not."""
+    return dtype is not torch.float32 and rows >= FEWEST_ROWS and dtype in slow()
+
+
+def mm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """x [m, k] times w [n, k], transposed."""
+    return ready(w, x.shape[0])(x) if is_long(x.dtype, x.shape[0]) else torch.mm(x, w.t())
+
+
+def ready(w: torch.Tensor, rows: int) -> Multiply:
+    """The same for several parts of x, of so many rows in all: w is made ready once."""
+    if not is_long(w.dtype, rows):
+        return functools.partial(_plain, w.t())
+    block = max(_BLOCK_BYTES // (4 * max(w.shape[1], 1)), 1)
+    if block < w.shape[0]:
+        return functools.partial(_in_blocks, w, block)
+    return functools.partial(_longer, w.float().t())
+
+
+def _plain(columns: torch.Tensor, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    return torch.mm(x, columns) if out is None else torch.mm(x, columns, out=out)
+
+
+def _longer(columns: torch.Tensor, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    product = torch.mm(x.float(), columns)
+    return product.to(x.dtype) if out is None else out.copy_(product)
+
+
+def _in_blocks(w: torch.Tensor, block: int, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Columns of the product piece by piece, so that no second w is as large as w."""
+    if out is None:
+        out = x.new_empty((x.shape[0], w.shape[0]))
+    long = x.float()
+    for first in range(0, w.shape[0], block):
+        out[:, first : first + block].copy_(torch.mm(long, w[first : first + block].float().t()))
+    return out
+
+
+@functools.cache
+def slow() -> frozenset[torch.dtype]:
+    """The 16-bit floats that this CPU has no arithmetic for; none where that can't be told."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    words = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), None)
+    if words is None:  # not an x86
+        return frozenset()
+    return frozenset(dtype for dtype, flags in _FLAGS.items() if not flags & set(words))
