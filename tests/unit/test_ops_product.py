@@ -17,15 +17,16 @@ HALVES = (torch.bfloat16, torch.float16)
 
 @pytest.mark.parametrize("without", [frozenset(), frozenset(HALVES)], ids=["has it", "has it not"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALVES])
-@pytest.mark.parametrize("block_bytes", [64 << 20, 5 * 4 * 24])
+@pytest.mark.parametrize("most", [64 << 20, 5 * 4 * 24])
 @settings(max_examples=25, deadline=None)
 @given(some.integers(0, 3 * FEWEST_ROWS), some.integers(1, 24), some.integers(0, 24), some.integers(0, 9))
 def test_it_is_the_product_of_all_and_of_parts(
-    without: frozenset[torch.dtype], dtype: torch.dtype, block_bytes: int, m: int, n: int, k: int, cut: int
+    without: frozenset[torch.dtype], dtype: torch.dtype, most: int, m: int, n: int, k: int, cut: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(product, "slow", lambda: without)
-        patch.setattr(product, "_BLOCK_BYTES", block_bytes)
+        patch.setattr(product, "_BLOCK_BYTES", most)
+        patch.setattr(product, "_KEPT_BYTES", most)
         random = torch.Generator().manual_seed(m + 100 * n + 10_000 * k)
         x, w = (torch.randn((rows, k), generator=random, dtype=torch.float64).to(dtype) for rows in (m, n))
         wanted = (x.double() @ w.double().t()).to(dtype)

@@ -14,7 +14,8 @@ import torch
 
 #: With fewer rows of x, making w longer takes more than the product.
 FEWEST_ROWS = 16
-_BLOCK_BYTES = 64 << 20  # of w in fp32: more of it is multiplied piece by piece
+_BLOCK_BYTES = 2 << 20  # of w in fp32: so much stays in a cache until it is multiplied
+_KEPT_BYTES = 64 << 20  # of w in fp32: more of it is not kept for the next part of x
 _FLAGS = {torch.bfloat16: {"avx512_bf16", "amx_bf16"}, torch.float16: {"avx512_fp16", "amx_fp16"}}
 
 #: Multiplies rows of x; into `out`, if that is given.
@@ -28,16 +29,15 @@ def is_long(dtype: torch.dtype, rows: int) -> bool:
 
 def mm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """x [m, k] times w [n, k], transposed."""
-    return ready(w, x.shape[0])(x) if is_long(x.dtype, x.shape[0]) else torch.mm(x, w.t())
+    return _in_blocks(w, x) if is_long(x.dtype, x.shape[0]) else torch.mm(x, w.t())
 
 
 def ready(w: torch.Tensor, rows: int) -> Multiply:
     """The same for several parts of x, of so many rows in all: w is made ready once."""
     if not is_long(w.dtype, rows):
         return functools.partial(_plain, w.t())
-    block = max(_BLOCK_BYTES // (4 * max(w.shape[1], 1)), 1)
-    if block < w.shape[0]:
-        return functools.partial(_in_blocks, w, block)
+    if 4 * w.numel() > _KEPT_BYTES:
+        return functools.partial(_in_blocks, w)
     return functools.partial(_longer, w.float().t())
 
 
@@ -50,11 +50,13 @@ def _longer(columns: torch.Tensor, x: torch.Tensor, out: torch.Tensor | None = N
     return product.to(x.dtype) if out is None else out.copy_(product)
 
 
-def _in_blocks(w: torch.Tensor, block: int, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Columns of the product piece by piece, so that no second w is as large as w."""
+def _in_blocks(w: torch.Tensor, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Columns of the product piece by piece: no second w is as large as w, and what is made longer is still at hand."""
+    block, long = max(_BLOCK_BYTES // (4 * max(w.shape[1], 1)), 1), x.float()
     if out is None:
+        if block >= w.shape[0]:
+            return torch.mm(long, w.float().t()).to(x.dtype)
         out = x.new_empty((x.shape[0], w.shape[0]))
-    long = x.float()
     for first in range(0, w.shape[0], block):
         out[:, first : first + block].copy_(torch.mm(long, w[first : first + block].float().t()))
     return out
