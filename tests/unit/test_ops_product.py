@@ -43,10 +43,11 @@ def test_it_is_the_product_of_all_and_of_parts(
 @pytest.mark.parametrize("without", [frozenset(), frozenset(HALVES)])
 def test_what_is_multiplied_in_fp32(without: frozenset[torch.dtype], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(product, "slow", lambda: without)
-    assert is_long(torch.bfloat16, FEWEST_ROWS) is bool(without)
-    assert not is_long(torch.bfloat16, FEWEST_ROWS - 1)
-    assert not is_long(torch.float32, 1000)
-    assert not is_long(torch.float64, 1000)
+    near, far = (torch.empty((1024, k), dtype=torch.bfloat16) for k in (256, 257))
+    assert is_long(near, FEWEST_ROWS) is is_long(far, 2 * FEWEST_ROWS) is bool(without)
+    assert not is_long(near, FEWEST_ROWS - 1)
+    assert not is_long(far, 2 * FEWEST_ROWS - 1)
+    assert not any(is_long(near.to(dtype), 1000) for dtype in (torch.float32, torch.float64))
 
 
 @pytest.mark.parametrize(

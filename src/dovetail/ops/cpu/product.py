@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
-#: With fewer rows of x, making w longer takes more than the product.
+#: With fewer rows of x, making w longer takes more than the product; twice as many if w comes from far away.
 FEWEST_ROWS = 16
+_NEAR_BYTES = 1 << 20  # of w in fp32
 _BLOCK_BYTES = 2 << 20  # of w in fp32: so much stays in a cache until it is multiplied
 _KEPT_BYTES = 64 << 20  # of w in fp32: more of it is not kept for the next part of x
 _FLAGS = {torch.bfloat16: {"avx512_bf16", "amx_bf16"}, torch.float16: {"avx512_fp16", "amx_fp16"}}
@@ -22,19 +23,21 @@ _FLAGS = {torch.bfloat16: {"avx512_bf16", "amx_bf16"}, torch.float16: {"avx512_f
 Multiply = Callable[..., torch.Tensor]
 
 
-def is_long(dtype: torch.dtype, rows: int) -> bool:
+def is_long(w: torch.Tensor, rows: int) -> bool:
     """Whether so many rows of x are multiplied in fp32, though they are not."""
-    return dtype is not torch.float32 and rows >= FEWEST_ROWS and dtype in slow()
+    if w.dtype is torch.float32 or rows < FEWEST_ROWS or w.dtype not in slow():
+        return False
+    return rows >= 2 * FEWEST_ROWS or 4 * w.numel() <= _NEAR_BYTES
 
 
 def mm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """x [m, k] times w [n, k], transposed."""
-    return _in_blocks(w, x) if is_long(x.dtype, x.shape[0]) else torch.mm(x, w.t())
+    return _in_blocks(w, x) if is_long(w, x.shape[0]) else torch.mm(x, w.t())
 
 
 def ready(w: torch.Tensor, rows: int) -> Multiply:
     """The same for several parts of x, of so many rows in all: w is made ready once."""
-    if not is_long(w.dtype, rows):
+    if not is_long(w, rows):
         return functools.partial(_plain, w.t())
     if 4 * w.numel() > _KEPT_BYTES:
         return functools.partial(_in_blocks, w)
