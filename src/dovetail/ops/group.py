@@ -84,7 +84,6 @@ class Repeat:
             group.judge(status, *self._said)
         return half
 
-
     def run(self, source: int, out: int, own: int) -> None:
         """`send`, then `finish`."""
         group = self._group

@@ -250,23 +250,27 @@ class Tuner:
         movers = [mover for mover in Mover if mover in comm.movers]
         wrong = site.agree([0.0 if site.check(made, mover) else 1.0 for mover in movers])
         size, alone = comm.traffic.size_bytes, alone_us(site, comm, movers)
-        short = min(alone.values()) < _SHORT_US
-        if piece_bytes == PIECES[0] and not any(wrong):
-            self._moved_by(comm, comm.traffic.kind)
-        if any(wrong):
-            pass
-        elif piece_bytes in PIECES[: BESIDE if self._rounds > _FEW_ROUNDS else BESIDE - 1]:
-            beside = [self._together(comm, bound, alone) for bound in Bound]
-            alone = {mover: statistics.fmean(each[mover] for each in beside) for mover in movers}
-        else:  # in turn with a computation too
-            work, _ = self._works[Bound.COMPUTE, short]
-            _, _, alone = self._timed(work, comm, (), movers, self._rounds_of(short))
+        if not any(wrong):
+            alone = self._in_turn(comm, piece_bytes, alone)
         for mover, is_wrong in zip(movers, wrong, strict=True):
             cores = CORES if mover is Mover.CORES and site.backend != "cpu" else int(mover is Mover.CORES)
             self._row("alone", kind=kind, size_bytes=size, mover=str(mover), us=alone[mover], correct=not is_wrong)
             if not is_wrong:
                 self._alone.setdefault((comm.traffic.kind, mover), []).append((size, alone[mover], cores))
                 self._link_bytes_per_s = max(self._link_bytes_per_s, size / alone[mover] * 1e6)
+
+    def _in_turn(self, comm: Communication, piece_bytes: int, alone: dict[Mover, float]) -> dict[Mover, float]:
+        """The communication alone, in turn with computations at any size; at the first ones, pairs in the same rounds.
+
+        `alone`: about what it takes.
+        """
+        if piece_bytes == PIECES[0]:
+            self._moved_by(comm, comm.traffic.kind)
+        if piece_bytes in PIECES[: BESIDE if self._rounds > _FEW_ROUNDS else BESIDE - 1]:
+            beside = [self._together(comm, bound, alone) for bound in Bound]
+            return {mover: statistics.fmean(each[mover] for each in beside) for mover in alone}
+        short = min(alone.values()) < _SHORT_US
+        return self._timed(self._works[Bound.COMPUTE, short][0], comm, (), list(alone), self._rounds_of(short))[2]
 
     def _together(self, comm: Communication, bound: Bound, alone: dict[Mover, float]) -> dict[Mover, float]:
         """Every setting beside a computation that takes about as long; the communication alone in the same rounds."""
