@@ -158,14 +158,14 @@ def in_order(two: Two, setting: Setting, main: int) -> None:
         two.fill(two.out[0][:SIZE], byte, main)
         for _ in range(4):
             two.fill(two.result, 0, main)
-        launched = two.place.launch(two.computation(two.place), two.comm, setting, main)
+        _, pending = two.place.launch(two.computation(two.place), two.comm, setting, main)
         for n, source in enumerate((two.out[0][SIZE:], two.result)):
             driver.copy(kept[n * SIZE :].data_ptr(), source.data_ptr(), SIZE, main)
         driver.copy(kept[2 * SIZE :].data_ptr(), two.out[1].data_ptr(), SIZE, main)
         two.fill(two.result, 0, main)
         two.fill(two.out[0][SIZE:], 0, main)
-        assert launched.pending is not None
-        launched.pending.wait()
+        assert pending is not None
+        pending.wait()
         until(lambda: driver.stream_done(main))
         found = [set(part.tolist()) for part in np.split(kept.numpy(), 3)]
         assert found == [{byte + 50}, {byte + 100}, {byte}], setting
@@ -245,12 +245,12 @@ def side_by_side(two: Two, setting: Setting, main: int) -> None:
     until(lambda: driver.stream_done(main))
     two.fill(two.out[0][:SIZE], 7, main)
     two.fill(two.result, 0, main)
-    launched: Any = two.place.launch(Call(stands), two.comm, setting, main)
+    pending: Any = two.place.launch(Call(stands), two.comm, setting, main)[1]
     try:
         if setting.strategy is Strategy.SERIAL:
-            assert not launched.pending.is_over()
+            assert not pending.is_over()
         else:
-            until(launched.pending.is_over, 5)
+            until(pending.is_over, 5)
             assert set(view(two.out[1].data_ptr(), SIZE).tolist()) == {7}
         assert not driver.stream_done(main)
         until(lambda: set(view(two.result.data_ptr(), SIZE).tolist()) == {0}, 5)  # as far as the gate
@@ -451,7 +451,7 @@ def test_priority_and_partition_is_refused_before_anything_starts(control: Contr
 
 
 def with_it_first(settings: Sequence[Setting]) -> policy.Ranking:
-    return policy.Ranking(order=(NOT_ON_HIP, *settings), predictions=(), words=lambda: "a table says so")
+    return policy.Ranking(order=(NOT_ON_HIP, *settings), words=lambda: "a table says so")
 
 
 def test_auto_leaves_out_what_the_driver_refuses(

@@ -85,8 +85,8 @@ def test_short_kernels_take_what_they_were_measured_to_take() -> None:
     known = tables(compute_alone={Bound.MEMORY: curve, Bound.COMPUTE: BySize(((8_000_000_000, 16.0, 132),))})
     product = Load(flops=8e8, size_bytes=5e7)
     assert policy.alone_us(product, known) == pytest.approx(25.0)  # the roofline says 12.5
-    ten = dataclasses.replace(product, flops=8e9, size_bytes=5e8)
-    assert policy.alone_us(dataclasses.replace(ten, launches=10), known) == pytest.approx(250.0)
+    ten = product._replace(flops=8e9, size_bytes=5e8)
+    assert policy.alone_us(ten._replace(launches=10), known) == pytest.approx(250.0)
     assert policy.alone_us(ten, known) == pytest.approx(125.0)  # one long one
     assert policy.alone_us(Load(flops=1.6e10, size_bytes=1e6), known) == pytest.approx(32.0)  # by FLOPs
     assert policy.alone_us(Load(flops=1e6, size_bytes=5e7), known) == pytest.approx(12.5)  # a stream: none was measured
@@ -205,7 +205,7 @@ def test_the_settings_of_a_pair() -> None:
     assert names(movers=[Mover.ENGINES]) == "serial by engines, dma, dma+partition 8"
     plain = "streams, priority, streams 32, priority 32"
     assert names(partition=False) == f"serial by engines, serial by cores, {plain}, dma"
-    assert names(traffic=dataclasses.replace(GATHER, local=True)) == f"serial by engines, serial by cores, {cores}"
+    assert names(traffic=GATHER._replace(local=True)) == f"serial by engines, serial by cores, {cores}"
 
 
 def test_the_settings_of_a_cpu() -> None:
@@ -410,7 +410,7 @@ def test_energy_breaks_ties(joules: dict[Mover, float], dma_slowdown: float, exp
 
 def test_joules_are_of_the_bytes() -> None:
     known = tables(beside(DMA, 1.0, 1.0), joules_per_gb={Mover.ENGINES: 2.0})
-    found = chosen(known, DMA, SERIAL_CORES, traffic=dataclasses.replace(GATHER, size_bytes=3_000_000_000))
+    found = chosen(known, DMA, SERIAL_CORES, traffic=GATHER._replace(size_bytes=3_000_000_000))
     assert [p.joules for p in found.predictions] == [pytest.approx(6.0), None]
 
 
@@ -476,7 +476,7 @@ EVERYTHING = (DMA_PARTITION, PRIORITY, DMA, STREAMS, SERIAL_ENGINES, SERIAL_CORE
     ],
 )
 def test_where_nothing_was_measured_the_default_is_safe(changed: Any, expected: Setting, words: str) -> None:
-    found = chosen(None, *EVERYTHING, traffic=dataclasses.replace(GATHER, **changed))
+    found = chosen(None, *EVERYTHING, traffic=GATHER._replace(**changed))
     why = "nothing was measured here (`dovetail tune --only overlap` does)"
     assert found.reason == f"{expected}: {why}; {words}"
     assert found.predictions == ()
@@ -492,7 +492,7 @@ def test_without_engines_the_default_is_serial() -> None:
 
 def test_figures_that_do_not_serve_leave_the_default() -> None:
     known = tables(beside(DMA, 1.0, 1.0), beside(STREAMS, 1.0, 1.0))
-    local = dataclasses.replace(GATHER, local=True)
+    local = GATHER._replace(local=True)
     found = chosen(known, *EVERYTHING, traffic=local)
     assert found.choice == SERIAL_CORES
     assert "nothing like it is in the profile of today (`dovetail tune --only overlap` measures)" in found.reason
@@ -503,7 +503,7 @@ def test_figures_that_do_not_serve_leave_the_default() -> None:
 def test_inside_one_gpu_engines_are_never_chosen() -> None:
     rows = [beside(setting, 1.0, 1.0, kind=LOCAL) for setting in (DMA, DMA_PARTITION, STREAMS)]
     alone = {(LOCAL, mover): BySize(((64 * MB, 100.0, 0),)) for mover in Mover}
-    local = dataclasses.replace(GATHER, local=True)
+    local = GATHER._replace(local=True)
     known = tables(*rows, alone=alone, joules_per_gb={Mover.ENGINES: 1.0, Mover.CORES: 2.0})
     found = chosen(known, *EVERYTHING, traffic=local)
     assert found.choice == STREAMS

@@ -141,7 +141,7 @@ def test_engines_have_figures_of_reductions_or_none() -> None:
 
 
 def test_inside_one_gpu_only_its_own_figures_hold() -> None:
-    local = dataclasses.replace(GATHER, local=True)
+    local = GATHER._replace(local=True)
     assert tables.nearest(["all_gather"], local, Mover.CORES) is None
     assert tables.nearest(["all_gather", LOCAL], local, Mover.CORES) == LOCAL
 
@@ -151,7 +151,7 @@ def test_times_alone_say_what_they_were_measured_with() -> None:
     other = Traffic(kind="all_to_all", size_bytes=64 * MB)
     assert known.comm_us(GATHER, Mover.ENGINES) == Known(pytest.approx(24.0), "all_gather")
     assert known.comm_us(other, Mover.CORES) == Known(pytest.approx(1400.0), "all_gather")
-    assert known.comm_us(dataclasses.replace(GATHER, local=True), Mover.CORES) is None
+    assert known.comm_us(GATHER._replace(local=True), Mover.CORES) is None
     assert (known.comm_cores(GATHER), known.comm_cores(other)) == (16, 32)
     assert parsed(alone={}).comm_cores(GATHER) == 0
     assert known.comm_slowdown(other, 12) == Known(pytest.approx(1.2), "all_gather")
@@ -210,7 +210,7 @@ def test_slowdowns_beside_say_what_they_were_measured_with() -> None:
     ]
     assert both(known, Setting(Strategy.DMA, 3), Bound.MEMORY).bound is Bound.COMPUTE
     assert both(known, Setting(Strategy.PRIORITY)) is None
-    local = dataclasses.replace(GATHER, local=True)
+    local = GATHER._replace(local=True)
     assert known.both(streams, Bound.COMPUTE, local) is None
     reduction = Traffic(kind="all_reduce", size_bytes=MB, reduces=True)
     assert known.both(Setting(Strategy.DMA), Bound.COMPUTE, reduction) is None

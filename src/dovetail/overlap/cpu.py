@@ -17,7 +17,7 @@ from typing import Any
 from dovetail import env
 from dovetail.errors import NotSupported
 from dovetail.overlap.strategy import PARTITIONED, Setting, Strategy
-from dovetail.overlap.tasks import Communication, Computation, Launched, Mark, Mover, Pending, Side
+from dovetail.overlap.tasks import Begun, Communication, Launched, Mark, Mover, Pending, Side
 
 _TOLD_S = 5.0  # a callback that comes later than this is not waited for
 _URGENT = frozenset({Strategy.PRIORITY, Strategy.PRIORITY_PARTITION})
@@ -76,7 +76,7 @@ class CpuPlace:
             _bind(before)
 
     def launch(
-        self, compute: Computation, comm: Communication, setting: Setting, main: int = 0, mark: Mark | None = None
+        self, compute: Callable[[], Any], comm: Communication, setting: Setting, main: int = 0, mark: Mark | None = None
     ) -> Launched:
         """Both; they are over when this returns. `mark` is called when each has ended, from any thread."""
         self.prepare(setting)
@@ -84,34 +84,34 @@ class CpuPlace:
             return self._launch(compute, comm, setting, main, mark or _nobody)
 
     def _launch(
-        self, compute: Computation, comm: Communication, setting: Setting, main: int, ended: Mark
+        self, compute: Callable[[], Any], comm: Communication, setting: Setting, main: int, ended: Mark
     ) -> Launched:
         if setting.strategy is Strategy.SERIAL:
             value = compute()
             ended(Side.COMPUTE, main)
             _finish(comm.start(setting.moved_by, cores=setting.cores))
             ended(Side.COMM, main)
-            return Launched(value)
+            return value, None
         wait = self._begin(comm, setting, ended)
         try:
             value = compute()
             ended(Side.COMPUTE, main)
         finally:
             wait()
-        return Launched(value)
+        return value, None
 
     @contextlib.contextmanager
-    def beside(self, comm: Communication, setting: Setting, main: int = 0) -> Iterator[Launched]:
+    def beside(self, comm: Communication, setting: Setting, main: int = 0) -> Iterator[Begun]:
         """The communication beside what is done inside; over at the end."""
         self.prepare(setting)
         if setting.strategy is Strategy.SERIAL:
-            yield Launched(None)
+            yield Begun()
             _finish(comm.start(setting.moved_by, cores=setting.cores))
             return
         with self._shared_out(setting):
             wait = self._begin(comm, setting, _nobody)
             try:
-                yield Launched(None)
+                yield Begun()
             finally:
                 wait()
 

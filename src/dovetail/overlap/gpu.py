@@ -7,6 +7,7 @@ comes behind both. The computation stays in the caller's stream unless it is giv
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from dovetail.hw.gpu import tensors
 from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.driver import Share
 from dovetail.overlap.strategy import COMMUNICATION_FIRST, PARTITIONED, Setting, Strategy
-from dovetail.overlap.tasks import Communication, Computation, Launched, Mark, Mover, Run, Side, apart_of
+from dovetail.overlap.tasks import Begun, Communication, Launched, Mark, Mover, Side, apart_of
 
 _URGENT = frozenset({Strategy.PRIORITY, Strategy.PRIORITY_PARTITION})
 
@@ -40,7 +41,8 @@ class GpuPlace:
         self._plain = self._driver.stream_create()
         self._urgent = self._driver.stream_create(priority=min(self._driver.stream_priorities()))
         self._event = self._driver.event_create()
-        self._raw_stream: Callable[[int], int] | None = None
+        #: torch's current stream, where torch sees the GPU; else the default one, 0
+        self.current_stream: Callable[[], int] = self._current_stream
         self._shares: dict[int, tuple[Share, Share]] = {}
         self._lanes: dict[Setting, Lanes] = {}
         self._torch_streams: dict[int, Any] = {}
@@ -102,7 +104,7 @@ class GpuPlace:
         return self._shares[cores]
 
     def launch(
-        self, compute: Computation, comm: Communication, setting: Setting, main: int, mark: Mark | None = None
+        self, compute: Callable[[], Any], comm: Communication, setting: Setting, main: int, mark: Mark | None = None
     ) -> Launched:
         """Both, behind what is in `main`; returns before they are done. `main` goes on behind both.
 
@@ -111,125 +113,103 @@ class GpuPlace:
         lanes = self._lanes.get(setting) or self.lanes(setting)
         there, here = lanes.comm or main, lanes.compute or main
         mover, cores = setting.moved_by, setting.cores
+        self.stream = here
+        do = compute if here == main else functools.partial(self._in_lane, compute, here)
         if there == main:
-            value = self._compute(compute, here, main)
+            value = do()
             if mark:
                 mark(Side.COMPUTE, main)
             pending = comm.start(mover, stream=main, cores=cores)
             if mark:
                 mark(Side.COMM, main)
-            return Launched(value, pending)
-        if (apart := apart_of(comm, mover)) is not None:
-            return self._launch_apart(apart, compute, main, here, mark)
-        self._fork(main, there, here)
+            return value, pending
+        if (start := apart_of(comm, mover)) is not None:
+            run = start(main)  # first: if it is refused, no lane waits for anything
+            if here != main:
+                self._follow(here, main)
+            try:
+                value = do()
+                if mark:
+                    mark(Side.COMPUTE, here)
+                    mark(Side.COMM, run.stream)
+            finally:  # whoever fails, the caller's stream comes behind what was begun
+                if here != main:
+                    self._follow(main, here)
+                self._driver.stream_wait_event(main, run.event)
+            return value, run
+        self._follow(there, main)
+        if here != main:
+            self._follow(here, main)
         try:
             if setting.strategy in COMMUNICATION_FIRST:
                 pending = comm.start(mover, stream=there, cores=cores)
-                value = self._compute(compute, here, main)
+                value = do()
             else:
-                value = self._compute(compute, here, main)
+                value = do()
                 pending = comm.start(mover, stream=there, cores=cores)
             if mark:
                 mark(Side.COMPUTE, here)
                 mark(Side.COMM, there)
-        finally:  # whoever fails, the caller's stream comes behind what was begun
-            self._join(main, there, here)
-        return Launched(value, pending)
-
-    def _launch_apart(
-        self, start: Callable[[int], Run], compute: Computation, main: int, here: int, mark: Mark | None
-    ) -> Launched:
-        """Engines in streams of their own: nothing but their end and the computation's is waited for."""
-        run = self._start_apart(start, main, here)
-        try:
-            value = self._compute(compute, here, main)
-            if mark:
-                mark(Side.COMPUTE, here)
-                mark(Side.COMM, run.stream)
-        finally:  # whoever fails, the caller's stream comes behind what was begun
-            self._join_apart(run, main, here)
-        return Launched(value, run)
+        finally:  # not before both were launched: HIP's masked streams wait for what the default stream has by then
+            if here != main:
+                self._follow(main, here)
+            self._follow(main, there)
+        return value, pending
 
     @contextlib.contextmanager
-    def beside(self, comm: Communication, setting: Setting, main: int) -> Iterator[Launched]:
+    def beside(self, comm: Communication, setting: Setting, main: int) -> Iterator[Begun]:
         """The communication beside what is launched inside; `main` goes on behind both."""
         lanes = self.lanes(setting)
         there, here = lanes.comm or main, lanes.compute or main
-        mover, cores, launched = setting.moved_by, setting.cores, Launched(None)
-        if there == main:
-            self.stream = main
-            yield launched
-            launched.pending = comm.start(mover, stream=main, cores=cores)
-            return
+        mover, cores, begun = setting.moved_by, setting.cores, Begun()
         self.stream = here
-        if (apart := apart_of(comm, mover)) is not None:
-            run = launched.pending = self._start_apart(apart, main, here)
+        if there == main:
+            yield begun
+            begun.pending = comm.start(mover, stream=main, cores=cores)
+        elif (start := apart_of(comm, mover)) is not None:
+            run = begun.pending = start(main)
+            if here != main:
+                self._follow(here, main)
             try:
                 with self.current(here) if here != main else contextlib.nullcontext():
-                    yield launched
+                    yield begun
             finally:
-                self._join_apart(run, main, here)
-            return
-        self._fork(main, there, here)
-        try:
-            launched.pending = comm.start(mover, stream=there, cores=cores)
-            with self.current(here) if here != main else contextlib.nullcontext():
-                yield launched
-        finally:
-            self._join(main, there, here)
+                if here != main:
+                    self._follow(main, here)
+                self._driver.stream_wait_event(main, run.event)
+        else:
+            self._follow(there, main)
+            if here != main:
+                self._follow(here, main)
+            try:
+                begun.pending = comm.start(mover, stream=there, cores=cores)
+                with self.current(here) if here != main else contextlib.nullcontext():
+                    yield begun
+            finally:
+                if here != main:
+                    self._follow(main, here)
+                self._follow(main, there)
 
-    def _start_apart(self, start: Callable[[int], Run], main: int, here: int) -> Run:
-        run = start(main)  # first: if it is refused, no lane waits for anything
-        if here != main:
-            self._driver.event_record(self._event, main)
-            self._driver.stream_wait_event(here, self._event)
-        return run
+    def _in_lane(self, compute: Callable[[], Any], here: int) -> Any:
+        with self.current(here):
+            return compute()
 
-    def _join_apart(self, run: Run, main: int, here: int) -> None:
-        if here != main:
-            self._driver.event_record(self._event, here)
-            self._driver.stream_wait_event(main, self._event)
-        self._driver.stream_wait_event(main, run.event)
-
-    def _fork(self, main: int, there: int, here: int) -> None:
-        """What both lanes are given from now on comes after what `main` was given.
+    def _follow(self, stream: int, other: int) -> None:
+        """What `stream` is given from now on comes after what `other` was given.
 
         A wait is for what was recorded when it was asked for, so one event does for all, again and again.
         """
-        driver, event = self._driver, self._event
-        driver.event_record(event, main)
-        driver.stream_wait_event(there, event)
-        if here != main:
-            driver.stream_wait_event(here, event)
+        self._driver.event_record(self._event, other)
+        self._driver.stream_wait_event(stream, self._event)
 
-    def _join(self, main: int, there: int, here: int) -> None:
-        """What `main` is given from now on comes after what both lanes were given."""
-        driver, event = self._driver, self._event
-        if here != main:
-            driver.event_record(event, here)
-            driver.stream_wait_event(main, event)
-        driver.event_record(event, there)
-        driver.stream_wait_event(main, event)
-
-    def _compute(self, compute: Computation, stream: int, main: int) -> Any:
-        self.stream = stream
-        if stream == main:
-            return compute()
-        with self.current(stream):
-            return compute()
-
-    def current_stream(self) -> int:
-        """torch's, where torch sees the GPU; else the default one, 0.
-
-        By torch's short way to it: 0.2 us, where `torch.cuda.current_stream` takes 4 (pytorch/pytorch#78165).
-        """
-        raw_stream = self._raw_stream
-        if raw_stream is not None:
-            return raw_stream(self.device.index)
+    def _current_stream(self) -> int:
+        """Of the first calls: finds torch's short way, 0.2 us, where `torch.cuda.current_stream` takes 4
+        (pytorch/pytorch#78165)."""
         import torch
 
-        if torch.cuda.is_available():
-            self._raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None) if torch.cuda.is_available() else None
+        if raw_stream is not None:
+            self.current_stream = functools.partial(raw_stream, self.device.index)
         return tensors.current_stream(self.device.index)
 
     @contextlib.contextmanager

@@ -13,15 +13,13 @@ and only figures of the kind "local" hold.
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dovetail.measure.sizes import format_bytes
 from dovetail.overlap.ideal import together_us
 from dovetail.overlap.strategy import ALL, BY_ENGINES, PARTITIONED, Setting, Strategy
-from dovetail.overlap.tables import TUNE, Beside, BySize, Spot, Tables, between, log_of, spot
+from dovetail.overlap.tables import TUNE, Beside, BySize, Tables, log_of, spot
 from dovetail.overlap.tasks import Bound, Load, Mover, Traffic
 
 #: From here on `dma` is the default where nothing was measured: four fifths of such a copy are copying (A, MI300X).
@@ -33,7 +31,6 @@ _SPLITS = (1, 2, 4, 8)  # times core_step: the partitions that are tried
 _SHOWN = 4  # in a reason
 _SPLIT = 2  # times core_step: the partition of `few`
 _WIDE = 4  # times core_step: a kernel of more programs
-_MOST_SIZES = 64  # that a sheet is kept at
 
 
 class Prediction(NamedTuple):
@@ -46,16 +43,21 @@ class Prediction(NamedTuple):
 
 
 class Ranking(NamedTuple):
-    """Settings by their estimates, and why the first was chosen."""
+    """Settings by their estimates, and why the first was chosen. What few ask for is made when it is asked for."""
 
     order: tuple[Setting, ...]  #: all that are available: the chosen one, the others by time, those without figures
-    predictions: tuple[Prediction, ...]  #: the fastest first; none where nothing was measured
-    words: Callable[[], str]  #: makes the reason, which few ask for
+    words: Callable[[], str]  #: makes the reason
+    estimates: Callable[[], tuple[Prediction, ...]] = tuple
 
     @property
     def choice(self) -> Setting:
         """The one to run."""
         return self.order[0]
+
+    @property
+    def predictions(self) -> tuple[Prediction, ...]:
+        """The fastest first; none where nothing was measured."""
+        return self.estimates()
 
     @property
     def reason(self) -> str:
@@ -194,94 +196,60 @@ def choose(
     if not available:
         raise ValueError("there must be a setting to choose from")
     given = comm_us or {}
-    if not (compute_us is None or compute_us >= 0) or not all(time_us >= 0 for time_us in given.values()):
+    if (compute_us is not None and not compute_us >= 0) or (given and not all(us >= 0 for us in given.values())):
         raise ValueError(f"times cannot be negative: compute_us={compute_us}, comm_us={comm_us}")
     if tables is None:
         return _default(traffic, available, f"nothing was measured here (`{TUNE}` does)")
-    alone = _alone(traffic, given, tables, {setting.moved_by for setting in available})
-    notes = []
+    settings = tuple(available)
+    sheet = tables.served((settings, bound, *given), traffic, lambda: _sheet(traffic, tables, settings, bound, given))
+    comm = {mover: given[mover] if curve is None else curve.time_us(traffic.size_bytes) for mover, curve in sheet.alone}
+    notes: list[str] = []
     if compute_us is None:
-        compute_us = min((time_us for time_us, _ in alone.values()), default=0.0)
+        compute_us = min(comm.values(), default=0.0)
         notes.append("the computation's time is not known: taken to be the communication's")
     if bound is None:
         notes.append("what bounds the computation is not known: the worse case")
-    key = (tuple(available), bound, *alone)
-    sheet = tables.served(key, traffic, lambda: _sheet(traffic, tables, available, bound, alone))
     if not sheet.entries:
-        return _default(traffic, available, f"nothing like it is in the {tables.source} (`{TUNE}` measures)")
-    ranked = sorted(_predictions(sheet, compute_us, alone, traffic.size_bytes), key=_time_us)
-    return _ranking(ranked, traffic, sheet, tables, notes)
+        return _default(traffic, settings, f"nothing like it is in the {tables.source} (`{TUNE}` measures)")
+    return _ranking(_estimates(sheet, compute_us, comm, traffic.size_bytes), traffic, sheet, tables.source, notes)
 
 
-_Alone = Mapping[Mover, tuple[float, tuple[str, ...]]]  # the time of the communication, and what to note of it
-_time_us = operator.attrgetter("time_us")
+_Estimate = tuple[float, int, tuple[str, ...]]  # microseconds, which entry, what to note of it
 
 
-def _alone(traffic: Traffic, given: Mapping[Mover, float], tables: Tables, movers: Collection[Mover]) -> _Alone:
-    """What is known of the communication alone, by those of the movers of which something is."""
-    found: dict[Mover, tuple[float, tuple[str, ...]]] = {}
-    for mover, curve, notes in tables.served((), traffic, lambda: _curves(traffic, tables)):
-        if mover in movers:
-            if mover in given:
-                found[mover] = given[mover], ()
-            elif curve is not None:
-                found[mover] = curve.time_us(traffic.size_bytes), notes
-    return found
+def _estimates(sheet: _Sheet, compute_us: float, comm: Mapping[Mover, float], size_bytes: int) -> list[_Estimate]:
+    """Of all entries, the fastest first, of equal ones in their order. All at once: a call for each takes as long.
 
-
-def _curves(traffic: Traffic, tables: Tables) -> list[tuple[Mover, BySize | None, tuple[str, ...]]]:
-    known = [(mover, tables.alone_by_size(traffic, mover)) for mover in Mover]
-    return [(mover, by[1], _other_kind(traffic, by[0])) if by else (mover, None, ()) for mover, by in known]
-
-
-def _predictions(sheet: _Sheet, compute_us: float, alone: _Alone, size_bytes: int) -> list[Prediction]:
-    """Of all entries, in their order."""
-    found = []
-    for setting, mover, joules, paces in sheet.at(size_bytes):
-        comm_us, notes = alone[mover]
-        if paces:
-            time_us = -1.0
-            more: tuple[str, ...] = ()
-            for compute, comm, compute_more, comm_more, words in paces:  # of two bounds the worse
-                if compute_more is None:
-                    one_us = max(compute_us * compute, comm_us * comm)
-                else:
-                    one_us = together_us(compute_us * compute, comm_us * comm, compute_more, comm_more)
-                if one_us > time_us or (one_us == time_us and words > more):
-                    time_us, more = one_us, words
-            if more:
-                notes += more
-        else:  # serial
-            time_us = compute_us + comm_us
-        found.append(Prediction(setting, time_us, joules, notes))
-    return found
-
-
-class _Pace(NamedTuple):
-    """How many times longer each takes at one size: as long as it runs, and as long as the other runs too.
-
-    A partition that was not measured beside has no more than the first two: it is estimated as C does, from the
-    slowdowns by cores.
+    A figure below 1 is noise, but for a computation without some cores: one that waits for memory may gain by it.
     """
-
-    compute: float
-    comm: float
-    compute_more: float | None
-    comm_more: float
-    notes: tuple[str, ...]
-
-
-def _pace(fit: _Fit, spots: Sequence[Spot]) -> _Pace:
-    """A figure below 1 is noise, but for a computation without some cores: one that waits for memory may gain by it."""
-    compute_own, comm_own, at, compute_line, comm_line, may_gain, notes = fit
-    if at is None:
-        return _Pace(compute_own, comm_own, None, 0.0, notes)  # type: ignore[arg-type]
-    compute, comm = between(compute_line, spots[at]), max(between(comm_line, spots[at]), 1.0)
-    if compute < 1.0 and not may_gain:
-        compute = 1.0
-    compute_lasts = compute if compute_own is None or compute_own > compute else compute_own
-    comm_lasts = comm if comm_own is None or comm_own > comm else comm_own
-    return _Pace(compute_lasts, comm_lasts, compute / compute_lasts, comm / comm_lasts, notes)
+    x = log_of(size_bytes)
+    spots = [spot(grid, x) for grid in sheet.grids]
+    found: list[_Estimate] = []
+    for n, (_, mover, _, notes, fits) in enumerate(sheet.entries):
+        comm_us = comm[mover]
+        if not fits:  # serial
+            found.append((compute_us + comm_us, n, notes))
+            continue
+        time_us = -1.0
+        for compute_own, comm_own, at, computes, comms, may_gain, words in fits:  # of two bounds the worse
+            if at is None:
+                one_us = max(compute_us * compute_own, comm_us * comm_own)  # type: ignore[operator]
+            else:
+                left, right, share = spots[at]
+                compute = computes[left] * (1 - share) + computes[right] * share
+                slowed = comms[left] * (1 - share) + comms[right] * share
+                if compute < 1.0 and not may_gain:
+                    compute = 1.0
+                if slowed < 1.0:
+                    slowed = 1.0
+                lasts = compute if compute_own is None or compute_own > compute else compute_own
+                comm_lasts = slowed if comm_own is None or comm_own > slowed else comm_own
+                one_us = together_us(compute_us * lasts, comm_us * comm_lasts, compute / lasts, slowed / comm_lasts)
+            if one_us > time_us or (one_us == time_us and words > notes):
+                time_us, notes = one_us, words
+        found.append((time_us, n, notes))
+    found.sort()
+    return found
 
 
 class _Fit(NamedTuple):
@@ -289,11 +257,11 @@ class _Fit(NamedTuple):
 
     compute_own: float | None  #: see `_own`
     comm_own: float | None
-    at: int | None  #: the grid of the lines; None: only slowdowns by cores are known
+    at: int | None  #: the grid of the lines; None: only slowdowns by cores are known, and it is estimated as C does
     compute: tuple[float, ...]
     comm: tuple[float, ...]
     may_gain: bool
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  #: those of the communication alone too
 
 
 class _Entry(NamedTuple):
@@ -302,67 +270,58 @@ class _Entry(NamedTuple):
     setting: Setting
     mover: Mover
     joules_per_gb: float | None
+    notes: tuple[str, ...]  #: of the communication alone
     fits: tuple[_Fit, ...]  #: for each bound that it may have; none of `serial`
 
 
-class _Sized(NamedTuple):
-    """The same at one size."""
-
-    setting: Setting
-    mover: Mover
-    joules: float | None
-    paces: tuple[_Pace, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Sheet:
-    """What an estimate of these settings needs and that does not depend on times: found out once.
+class _Sheet(NamedTuple):
+    """What an estimate of these settings needs and that does not depend on sizes and times: found out once.
 
     A choice would take longer than it saves if it looked all of it up.
     """
 
+    alone: tuple[tuple[Mover, BySize | None], ...]  #: of the movers of which the time alone is known; None: it is given
     entries: tuple[_Entry, ...]  #: in the order of strategies, which decides between equal times
     grids: tuple[tuple[float, ...], ...]  #: the sizes that lines have points at: most lines have them in common
     unknown: tuple[Setting, ...]  #: those without figures
-    _at: dict[int, tuple[_Sized, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def at(self, size_bytes: int) -> tuple[_Sized, ...]:
-        """The entries at one size. Those of the last sizes are kept: many computations have the same traffic beside."""
-        found = self._at.get(size_bytes)
-        if found is None:
-            if len(self._at) >= _MOST_SIZES:
-                self._at.clear()
-            x = log_of(size_bytes)
-            spots = [spot(grid, x) for grid in self.grids]
-            found = self._at[size_bytes] = tuple(
-                _Sized(
-                    setting, mover, None if joules_per_gb is None else joules_per_gb * size_bytes / 1e9,
-                    tuple(_pace(fit, spots) for fit in fits),
-                )
-                for setting, mover, joules_per_gb, fits in self.entries
-            )  # fmt: skip
-        return found
+    def predictions(self, ranked: Iterable[_Estimate], size_bytes: int) -> tuple[Prediction, ...]:
+        """Estimates in full."""
+        found = []
+        for time_us, n, notes in ranked:
+            setting, _, joules_per_gb, *_ = self.entries[n]
+            joules = None if joules_per_gb is None else joules_per_gb * size_bytes / 1e9
+            found.append(Prediction(setting, time_us, joules, notes))
+        return tuple(found)
 
 
 def _sheet(
-    traffic: Traffic, tables: Tables, available: Iterable[Setting], bound: Bound | None, alone: Collection[Mover]
+    traffic: Traffic, tables: Tables, available: Iterable[Setting], bound: Bound | None, given: Collection[Mover]
 ) -> _Sheet:
-    """`alone`: the movers of which the time is known. Engines inside one GPU have no figures."""
+    """`given`: the movers of which the time is told with each question. Engines inside one GPU have no figures."""
     every = sorted(dict.fromkeys(available), key=lambda setting: ALL.index(setting.strategy))
-    bounds = [bound] if bound else _PRODUCTS
+    alone: dict[Mover, tuple[BySize | None, tuple[str, ...]]] = {}
+    for mover in {setting.moved_by for setting in every}:
+        if mover in given:
+            alone[mover] = None, ()
+        elif by := tables.alone_by_size(traffic, mover):
+            alone[mover] = by[1], _other_kind(traffic, by[0])
     grids: dict[tuple[float, ...], int] = {}
     entries = []
     for setting in every:
         mover, is_serial = setting.moved_by, setting.strategy is Strategy.SERIAL
         if mover not in alone or (traffic.local and setting.strategy in BY_ENGINES):
             continue
-        known = [] if is_serial else [_fit(setting, each, traffic, tables, grids) for each in bounds]
-        fits = tuple(fit for fit in known if fit is not None)
+        notes = alone[mover][1]
+        bounds = [] if is_serial else [bound] if bound else _PRODUCTS
+        known = [_fit(setting, each, traffic, tables, grids) for each in bounds]
+        fits = tuple(dict.fromkeys(fit._replace(notes=notes + fit.notes) for fit in known if fit is not None))
         if fits or is_serial:
             joules_per_gb = tables.joules_per_gb.get(Mover.CORES if traffic.local else mover)
-            entries.append(_Entry(setting, mover, joules_per_gb, fits))
+            entries.append(_Entry(setting, mover, joules_per_gb, notes, fits))
     unknown = set(every) - {entry.setting for entry in entries}
-    return _Sheet(tuple(entries), tuple(grids), tuple(sorted(unknown, key=_standing)))
+    curves = tuple((mover, curve) for mover, (curve, _) in alone.items())
+    return _Sheet(curves, tuple(entries), tuple(grids), tuple(sorted(unknown, key=_standing)))
 
 
 def _fit(
@@ -409,21 +368,27 @@ def _other_kind(traffic: Traffic, kind: str) -> tuple[str, ...]:
 
 
 def _ranking(
-    ranked: list[Prediction], traffic: Traffic, sheet: _Sheet, tables: Tables, notes: list[str]
+    ranked: list[_Estimate], traffic: Traffic, sheet: _Sheet, source: str, notes: Iterable[str]
 ) -> Ranking:
     """The choice."""
-    limit_us = ranked[0].time_us * (1 + NEAR)
-    near = [p for p in ranked if p.time_us <= limit_us]
-    best = near[0] if len(near) == 1 else _thriftiest(near, traffic)
-    order = [p.setting for p in ranked if p is not best]
-    words = functools.partial(_words, ranked, best, sheet.unknown, tables.source, notes)
-    return Ranking(order=(best.setting, *order, *sheet.unknown), predictions=tuple(ranked), words=words)
+    limit_us, best = ranked[0][0] * (1 + NEAR), 0
+    if len(ranked) > 1 and ranked[1][0] <= limit_us:
+        near = sheet.predictions((one for one in ranked if one[0] <= limit_us), traffic.size_bytes)
+        best = near.index(_thriftiest(near, traffic))
+    order = [sheet.entries[n].setting for _, n, _ in ranked]
+    chosen = order.pop(best)
+    estimates = functools.partial(sheet.predictions, ranked, traffic.size_bytes)
+    words = functools.partial(_words, estimates, best, sheet.unknown, source, notes)
+    return Ranking((chosen, *order, *sheet.unknown), words, estimates)
 
 
 def _words(
-    ranked: Sequence[Prediction], best: Prediction, unknown: Sequence[Setting], source: str, notes: Iterable[str]
-) -> str:
-    """The fastest few and `serial`, and what to know of them."""
+    estimates: Callable[[], Sequence[Prediction]], at: int, unknown: Sequence[Setting], source: str,
+    notes: Iterable[str],
+) -> str:  # fmt: skip
+    """The fastest few and `serial`, and what to know of them; the one `at` is the chosen one."""
+    ranked = estimates()
+    best = ranked[at]
     serial = [p for p in ranked if p.setting.strategy is Strategy.SERIAL][:1]
     shown = list({id(p): p for p in (*ranked[:_SHOWN], best, *serial)}.values())
     if best is not ranked[0]:
@@ -436,21 +401,20 @@ def _words(
     return "; ".join((f"{figures} ({source})", *dict.fromkeys(notes)))
 
 
-def _thriftiest(near: Iterable[Prediction], traffic: Traffic) -> Prediction:
+def _thriftiest(near: Sequence[Prediction], traffic: Traffic) -> Prediction:
     """The one of the least energy: by joules if they are known of all, else engines before cores.
 
     Of those that engines move the one that keeps no cores from the computation: what that costs differs from shape to
     shape, as tiles come in waves. Then the fastest.
     """
-    every = list(near)
-    told = all(p.joules is not None for p in every)
+    told = all(p.joules is not None for p in near)
 
     def standing(p: Prediction) -> tuple[float, bool, float]:
         by_cores = p.setting.moved_by is Mover.CORES or traffic.local
         joules = p.joules if told and p.joules is not None else float(by_cores)
         return joules, p.setting.strategy is Strategy.DMA_PARTITION, p.time_us
 
-    return min(every, key=standing)
+    return min(near, key=standing)
 
 
 def _microseconds(time_us: float) -> str:
@@ -471,7 +435,7 @@ def _default(traffic: Traffic, available: Collection[Setting], why: str) -> Rank
         words = f"it has less than {format_bytes(DEFAULT_DMA_BYTES)}"
     else:
         words = "engines cannot move it"
-    return Ranking(order=tuple(order), predictions=(), words=lambda: f"{order[0]}: {why}; {words}")
+    return Ranking(tuple(order), lambda: f"{order[0]}: {why}; {words}")
 
 
 def _standing(setting: Setting) -> tuple[bool, int, bool, int]:

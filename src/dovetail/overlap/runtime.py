@@ -100,7 +100,6 @@ class Runtime:
         """`known`: what was measured; by default this machine's profile."""
         self.place: GpuPlace | CpuPlace = CpuPlace() if device is None else GpuPlace(device)
         self._device = device
-        self._current = self.place.current_stream if isinstance(self.place, GpuPlace) else None
         self._tables = known or tables.current(self.place.backend, device.name if device else "")
         self._pairs: dict[Key, _Pair] = {}  # of communications without a group
         self._of_groups: weakref.WeakKeyDictionary[Any, dict[Key, _Pair]] = weakref.WeakKeyDictionary()
@@ -112,27 +111,29 @@ class Runtime:
         self, compute: Computation | Callable[[], Any], comm: Communication, strategy: str = AUTO, *, cores: int = 0
     ) -> Outcome:
         """Both; see `dovetail.overlap.run`."""
-        task, load = computation(compute)
+        load = getattr(compute, "load", None)
+        if type(load) is not Load:
+            compute, load = computation(compute)
         main = self.main()
         if strategy != AUTO:
             check(comm)
             setting = self.forced(comm, strategy, cores)
-            launched = self.place.launch(task, comm, setting, main)
-            return Outcome(launched.value, setting, _forced, launched.pending)
+            value, pending = self.place.launch(compute, comm, setting, main)
+            return Outcome(value, setting, _forced, pending)
         if cores:
             raise ValueError("cores: auto chooses them; name a strategy to choose them yourself")
         setting, why, timed = self._chosen(load, comm, main)
         if timed is None:
-            launched = self.place.launch(task, comm, setting, main)
+            value, pending = self.place.launch(compute, comm, setting, main)
         else:
             begin = self._stamp(main)
             try:
-                launched = self.place.launch(task, comm, setting, main)
+                value, pending = self.place.launch(compute, comm, setting, main)
             except BaseException:
                 self._drop(begin)
                 raise
             self._note(timed, setting, begin, self._stamp(main))
-        return Outcome(launched.value, setting, why, launched.pending)
+        return Outcome(value, setting, why, pending)
 
     @contextlib.contextmanager
     def beside(self, comm: Communication, strategy: str = AUTO, *, cores: int = 0, name: str = "") -> Iterator[Outcome]:
@@ -145,9 +146,9 @@ class Runtime:
             setting, why, timed = self._chosen(Load(name=name), comm, main)
         clock = self._timed(timed, setting, main) if timed is not None else contextlib.nullcontext()
         outcome = Outcome(None, setting, why)
-        with clock, self.place.beside(comm, setting, main) as started:
+        with clock, self.place.beside(comm, setting, main) as begun:
             yield outcome
-        outcome.pending = started.pending
+        outcome.pending = begun.pending
 
     def forced(self, comm: Communication, strategy: str, cores: int = 0) -> Setting:
         """The setting of a strategy that was asked for.
@@ -180,12 +181,12 @@ class Runtime:
 
     def _estimate(self, load: Load, comm: Communication) -> tuple[policy.Ranking, list[Setting]]:
         """What is estimated for a new pair, and what is to be tried. Many pairs have the same: it is made once."""
-        available, known = self._available(comm), self._tables
-        key = (load.flops, load.size_bytes, load.launches, comm.traffic, available)
+        key = (load.flops, load.size_bytes, load.launches, comm.traffic, comm.movers, self._by_threads(comm))
         found = self._estimates.get(key)
         if found is None:
+            known = self._tables
             ranking = policy.choose(
-                comm.traffic, known, available, compute_us=policy.alone_us(load, known),
+                comm.traffic, known, self._available(comm), compute_us=policy.alone_us(load, known),
                 bound=policy.bound_of(load, known),
             )  # fmt: skip
             while len(self._estimates) >= _MOST_PAIRS:
@@ -193,13 +194,14 @@ class Runtime:
             found = self._estimates[key] = ranking, contenders(ranking)
         return found
 
-    def _available(self, comm: Communication) -> tuple[Setting, ...]:
-        """What `auto` chooses among.
+    def _by_threads(self, comm: Communication) -> bool:
+        """On a CPU a thread of ours would make a group's call at any time beside those of the caller, in another order
+        on each rank: only what the calling thread starts is left."""
+        return self._device is None and comm.group is not None and comm.group.size > 1
 
-        On a CPU a thread of ours would make a group's call at any time beside those of the caller, in another order on
-        each rank: only what the calling thread starts is left.
-        """
-        by_threads = self._device is None and comm.group is not None and comm.group.size > 1
+    def _available(self, comm: Communication) -> tuple[Setting, ...]:
+        """What `auto` chooses among."""
+        by_threads = self._by_threads(comm)
         key = (comm.movers, comm.traffic.local, by_threads)
         found = self._settings.get(key)
         if found is None:
@@ -294,10 +296,10 @@ class Runtime:
 
     def main(self) -> int:
         """The stream that both begin behind: torch's current one; 0 on a CPU."""
-        if self._device is None or self._current is None:
+        if self._device is None:
             return 0
         self._device.enter()
-        return self._current()
+        return self.place.current_stream()  # type: ignore[union-attr]  # a GPU's
 
     def _stamp(self, main: int) -> int:
         """Now: an event on a GPU, nanoseconds on a CPU."""
@@ -370,9 +372,13 @@ def contenders(ranking: policy.Ranking) -> list[Setting]:
     streams: what the user would have without us.
     """
     order = ranking.order
+    found = list(order[: _MOST_CONTENDERS - len(_ALWAYS)])
     first = {setting.strategy: setting for setting in reversed(order)}
-    always = [first[strategy] for strategy in _ALWAYS if strategy in first]
-    return list(dict.fromkeys((*order[: _MOST_CONTENDERS - len(_ALWAYS)], *always)))
+    for strategy in _ALWAYS:
+        setting = first.get(strategy)
+        if setting is not None and setting not in found:
+            found.append(setting)
+    return found
 
 
 _PLAIN = (Strategy.SERIAL, Strategy.STREAMS)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 class Name(StrEnum):
@@ -34,9 +34,11 @@ class Mover(Name):
     CORES = "cores"  #: a kernel on multiprocessors; on a CPU a thread
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """What is known of a computation before it has run. All of it may be left out: then it is learned."""
+class Load(NamedTuple):
+    """What is known of a computation before it has run. All of it may be left out: then it is learned.
+
+    A tuple, as `Traffic` is: pairs are looked up by them at each run, and no Python runs to hash one.
+    """
 
     name: str = ""  #: two computations of one name and one size are taken for the same
     flops: float = 0.0
@@ -45,8 +47,7 @@ class Load:
     launches: int = 1  #: kernels one after the other that share the work: many short ones take longer than a long one
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
+class Traffic(NamedTuple):
     """What a communication moves."""
 
     kind: str  #: "all_gather", "all_to_all", "reduce_scatter", "fetch", ...
@@ -131,12 +132,15 @@ class Side(Name):
 Mark = Callable[[Side, int], None]
 
 
-@dataclass(slots=True)
-class Launched:
-    """Two under way; on a CPU both are over."""
+#: Two under way, on a CPU both over: what the computation returned, and the communication for the host to wait for.
+Launched = tuple[Any, Pending | None]
 
-    value: Any  #: what the computation returned
-    pending: Pending | None = None  #: of the communication, for the host
+
+@dataclass(slots=True)
+class Begun:
+    """A communication beside what is launched next."""
+
+    pending: Pending | None = None  #: for the host, as soon as there is one
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,9 +83,9 @@ class GpuTimer:
     def both(self, compute: Computation, comm: Communication, setting: Setting) -> Times:
         """Together."""
         with self._gate(), self.place.current(self.main):
-            launched = self.place.launch(compute, comm, setting, self.main, self._mark)
-        if launched.pending is not None:
-            launched.pending.wait()
+            _, pending = self.place.launch(compute, comm, setting, self.main, self._mark)
+        if pending is not None:
+            pending.wait()
         return Times(compute_us=self._us(Side.COMPUTE), comm_us=self._us(Side.COMM))
 
     @contextlib.contextmanager

@@ -7,10 +7,10 @@ called in turn, on an idle GPU, and run in the same setting; the difference of m
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from dovetail.bench.overlap.gpu import GpuSite
@@ -39,7 +39,7 @@ def measure(site: GpuSite, session: Any, rounds: int = ROUNDS) -> list[Row]:
             rows = [
                 _known(runtime, work, made.comm, session, rounds),
                 _new(runtime, work, lambda _: made.comm, session, rounds, "new"),
-                _new(runtime, work, lambda number: _Sized(made.comm, number), session, rounds, "new, of new sizes"),
+                _new(runtime, work, lambda number: _sized(made.comm, number), session, rounds, "new, of new sizes"),
             ]
     finally:
         close()
@@ -58,15 +58,11 @@ def _known(runtime: Runtime, work: Any, comm: Communication, session: Any, round
     return {"pair": "known", "setting": str(kept), "hand_us": hand_us, "run_us": run_us, "over_us": run_us - hand_us}
 
 
-class _Sized:
-    """A communication that says to be of another size: the policy has not been asked for it."""
-
-    def __init__(self, comm: Communication, number: int) -> None:
-        self._comm = comm
-        self.traffic = replace(comm.traffic, size_bytes=comm.traffic.size_bytes + number)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._comm, name)
+def _sized(comm: Any, number: int) -> Any:
+    """The same that says to be of another size: the policy has not been asked for it."""
+    other = copy.copy(comm)
+    other.traffic = comm.traffic._replace(size_bytes=comm.traffic.size_bytes + number)
+    return other
 
 
 def _new(

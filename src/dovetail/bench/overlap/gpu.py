@@ -84,9 +84,9 @@ class GpuSite:
             if setting is None:
                 work()
             else:
-                launched = self.place.launch(work, comm, setting, self.timer.main)
-                if launched.pending is not None:
-                    launched.pending.wait()
+                _, pending = self.place.launch(work, comm, setting, self.timer.main)
+                if pending is not None:
+                    pending.wait()
         self._session.driver.stream_synchronize(self.timer.main)
 
     def repeat(self, work: Computation, comm: Communication, setting: Setting, number: int) -> None:
@@ -94,9 +94,9 @@ class GpuSite:
         driver = self._session.driver
         with self.place.current(self.timer.main):
             for _ in range(number):
-                last = self.place.launch(work, comm, setting, self.timer.main)
-        if last.pending is not None:
-            last.pending.wait()
+                _, last = self.place.launch(work, comm, setting, self.timer.main)
+        if last is not None:
+            last.wait()
         driver.stream_synchronize(self.timer.main)
 
     def compute_us(self, work: Computation) -> float:
