@@ -290,6 +290,29 @@ class TestCuda:
         cuda.set(VERSION=version, STEP=16)
         assert cuda.fresh().core_step(0) == step
 
+    @pytest.mark.parametrize(("number", "has", "flags"), [(1, 2, 1), (2, 2, 1), (3, 4, 1), (8, 8, 0), (9, 10, 1)])
+    def test_few_that_stay_idle(self, cuda: Gpu, number: int, has: int, flags: int) -> None:
+        """Pairs, wherever they are; what can be cut off as usual is."""
+        assert (cuda.driver.core_step(0), cuda.driver.idle_step(0)) == (8, 2)
+        first, second = cuda.driver.split_cores(0, number, idle=True)
+        call = fields(cuda.calls("cuDevSmResourceSplitByCount")[0])
+        assert (call["least"], call["flags"]) == (str(has), str(flags))
+        assert (first.num_cores, second.num_cores) == (has, 132 - has)
+        close(first, second)
+
+    def test_a_driver_that_keeps_no_few_idle(self, cuda: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It says so, and what others can be is left to whoever asked."""
+        before = cuda.alive()
+        cuda.set(FAIL="cuDevSmResourceSplitByCount:1:1")
+        with pytest.raises(NotSupported, match="this driver keeps no 2 multiprocessors idle: .*SplitByCount failed"):
+            cuda.driver.split_cores(0, 2, idle=True)
+        cuda.set(FAIL="")
+        monkeypatch.setattr(green, "_ANY_PLACE", 0)  # as of a driver that takes the flag and cuts eight all the same
+        driver = cuda.fresh()
+        with pytest.raises(NotSupported, match="this driver keeps 8 multiprocessors idle, not 2"):
+            driver.split_cores(0, 2, idle=True)
+        assert cuda.alive() == before
+
     @pytest.mark.parametrize(
         ("version", "lacks"), [(12030, "cuDeviceGetDevResource"), (12040, "cuGreenCtxStreamCreate")]
     )
@@ -407,7 +430,7 @@ class TestHip:
         close(first, second)
 
     def test_the_step_is_that_of_the_dies(self, amd: Gpu) -> None:
-        assert amd.driver.core_step(0) == hip.CORE_STEP == 8
+        assert amd.driver.core_step(0) == amd.driver.idle_step(0) == hip.CORE_STEP == 8
 
 
 def test_all_streams_go_before_the_context_does() -> None:

@@ -23,8 +23,9 @@ CORES, STEP = 64, 8
 KINDS = ("all_gather", "all_to_all", "reduce_scatter", "fetch", LOCAL)
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 26)
 BOTH = candidates(
-    Traffic(kind="fetch", size_bytes=1), frozenset(Mover), num_cores=CORES, core_step=STEP, has_partition=True
-)
+    Traffic(kind="fetch", size_bytes=1), frozenset(Mover), num_cores=CORES, core_step=STEP, idle_step=2,
+    has_partition=True,
+)  # fmt: skip
 FIGURE, TIME = some.floats(0.5, 8.0), some.floats(0.01, 1e6)
 
 

@@ -340,7 +340,7 @@ def test_a_driver_without_shares(control: Control, two: Two) -> None:
         assert not {"partition", "dma+partition"} & {
             s.strategy
             for s in policy.candidates(
-                two.comm.traffic, two.comm.movers, num_cores=132, core_step=8, has_partition=False
+                two.comm.traffic, two.comm.movers, num_cores=132, core_step=8, idle_step=2, has_partition=False
             )
         }
         runtime.run(lambda: None, two.comm).wait()
@@ -723,11 +723,17 @@ def test_a_closed_one_runs_nothing(control: Control, two: Two) -> None:
 
 
 def test_shares_of_the_same_size_are_one(control: Control, two: Two) -> None:
+    """Cores that stay idle are cut off in finer steps than those that work."""
     control.calls()
+    for cores in range(1, 9):
+        two.place.lanes(Setting(Strategy.PARTITION, cores))
+    if two.place.backend == "cuda":
+        assert len(control.calls("cuGreenCtxCreate")) == 2
     for cores in range(1, 9):
         two.place.lanes(Setting(Strategy.DMA_PARTITION, cores))
     if two.place.backend == "cuda":
-        assert len(control.calls("cuGreenCtxCreate")) == 2
+        counts = [line.split("count=")[1].split()[0] for line in control.calls("cuGreenCtxCreate")]
+        assert counts == ["2", "130", "4", "128", "6", "126"]  # eight are there already
 
 
 def test_what_is_no_communication(two: Two, runtime: Runtime) -> None:

@@ -191,9 +191,12 @@ def test_the_partition_of_c_is_the_best_of_all(data: some.DataObject, num_cores:
 
 
 def names(
-    *, traffic: Traffic = GATHER, movers: Any = Mover, cores: int = 132, step: int = 8, partition: bool = True
-) -> str:
-    found = candidates(traffic, frozenset(movers), num_cores=cores, core_step=step, has_partition=partition)
+    *, traffic: Traffic = GATHER, movers: Any = Mover, cores: int = 132, step: int = 8, idle: int = 0,
+    partition: bool = True,
+) -> str:  # fmt: skip
+    found = candidates(
+        traffic, frozenset(movers), num_cores=cores, core_step=step, idle_step=idle or step, has_partition=partition
+    )
     return ", ".join(map(str, found))
 
 
@@ -203,7 +206,11 @@ def test_the_settings_of_a_pair() -> None:
     assert names() == f"serial by engines, serial by cores, {cores}, dma, dma+partition 8"
     assert names(movers=[Mover.CORES]) == f"serial by cores, {cores}"
     assert names(movers=[Mover.ENGINES]) == "serial by engines, dma, dma+partition 8"
+    few = "serial by engines, dma, dma+partition 2, dma+partition 4, dma+partition 8"
+    assert names(movers=[Mover.ENGINES], idle=2) == few
+    assert names(movers=[Mover.ENGINES], idle=4) == few.replace("dma+partition 2, ", "")
     plain = "streams, priority, streams 32, priority 32"
+    assert names(movers=[Mover.ENGINES], idle=2, partition=False) == "serial by engines, dma"
     assert names(partition=False) == f"serial by engines, serial by cores, {plain}, dma"
     assert names(traffic=GATHER._replace(local=True)) == f"serial by engines, serial by cores, {cores}"
 
@@ -258,7 +265,7 @@ def test_an_h200_as_it_was_measured() -> None:
 
 
 FIGURE = some.floats(1.0, 6.0)
-SETTINGS = candidates(GATHER, frozenset(Mover), num_cores=132, core_step=8, has_partition=True)
+SETTINGS = candidates(GATHER, frozenset(Mover), num_cores=132, core_step=8, idle_step=2, has_partition=True)
 
 
 @some.composite

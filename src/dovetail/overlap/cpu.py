@@ -27,7 +27,7 @@ class CpuPlace:
     """The cores of this process. An owner: `close()`, or `with`."""
 
     backend = "cpu"
-    core_step = 1
+    core_step = idle_step = 1
 
     def __init__(self) -> None:
         cores = sorted(os.sched_getaffinity(0))

@@ -62,6 +62,11 @@ class GpuPlace:
         """The granularity of shares."""
         return self._driver.core_step(self.device.index) if self.has_partition else 1
 
+    @property
+    def idle_step(self) -> int:
+        """The granularity of shares that stay idle."""
+        return self._driver.idle_step(self.device.index) if self.has_partition else 1
+
     def prepare(self, setting: Setting) -> None:
         """What costs time once. Raises `NotSupported` where the setting can't be."""
         self.lanes(setting)
@@ -85,7 +90,7 @@ class GpuPlace:
             raise NotSupported(f"{self.device.name}: this driver can't share out multiprocessors, as {strategy} needs")
         if setting.cores < 1:
             raise ValueError(f"{strategy} needs a number of cores, of which the computation goes without")
-        small, large = self._split(setting.cores)
+        small, large = self._split(setting.cores, idle=setting.moved_by is Mover.ENGINES)
         if setting.moved_by is Mover.ENGINES:
             return Lanes(large.stream(), self._plain)
         urgent = min(self._driver.stream_priorities()) if strategy in _URGENT else 0
@@ -95,12 +100,12 @@ class GpuPlace:
             raise NotSupported(f"{strategy}: {error}") from error
         return Lanes(large.stream(), comm)
 
-    def _split(self, cores: int) -> tuple[Share, Share]:
-        step = self.core_step
+    def _split(self, cores: int, *, idle: bool) -> tuple[Share, Share]:
+        step = self.idle_step if idle else self.core_step
         cores = -(-cores // step) * step  # what it gives anyway
         if cores not in self._shares:
             self.device.enter()
-            self._shares[cores] = self._driver.split_cores(self.device.index, cores)
+            self._shares[cores] = self._driver.split_cores(self.device.index, cores, idle=idle)
         return self._shares[cores]
 
     def launch(

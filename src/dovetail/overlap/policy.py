@@ -142,13 +142,14 @@ def _slower(tables: Tables, bound: Bound | None, cores: int) -> float | None:
 
 
 def candidates(
-    traffic: Traffic, movers: Collection[Mover], *, num_cores: int, core_step: int, has_partition: bool
+    traffic: Traffic, movers: Collection[Mover], *, num_cores: int, core_step: int, idle_step: int, has_partition: bool
 ) -> tuple[Setting, ...]:
     """The settings that there are for a pair, `serial` first.
 
     Args:
         movers: who can move the traffic. Inside one GPU engines only do so in `serial`: it is the driver's own copy.
         core_step: a partition is a multiple of it; 1 on a CPU.
+        idle_step: the same of cores that stay idle, in `dma+partition`.
         has_partition: can cores be kept from the computation? It never loses more than half of them.
     """
     splits = [step * core_step for step in _SPLITS if 2 * step * core_step <= num_cores] if has_partition else []
@@ -159,17 +160,19 @@ def candidates(
             found += [Setting(strategy, _WIDE * core_step) for strategy in (Strategy.STREAMS, Strategy.PRIORITY)]
         found += [Setting(s, k) for s in (Strategy.PARTITION, Strategy.PRIORITY_PARTITION) for k in splits]
     if Mover.ENGINES in movers and not traffic.local:
-        found += [Setting(Strategy.DMA), *(Setting(Strategy.DMA_PARTITION, k) for k in splits[:1])]
+        idle = [k for k in (idle_step, 2 * idle_step) if k < core_step] if splits else []
+        found += [Setting(Strategy.DMA), *(Setting(Strategy.DMA_PARTITION, k) for k in (*idle, *splits[:1]))]
     return tuple(found)
 
 
 def few(every: Sequence[Setting], core_step: int) -> tuple[Setting, ...]:
     """Those that the runtime chooses among: a choice among all would take it longer than it saves.
 
-    Of a strategy one number of cores, and priority without a partition.
+    Of a strategy one number of cores, of idle ones the fewest, and priority without a partition.
     """
     split = max({s.cores for s in every if s.cores <= _SPLIT * core_step}, default=0)
-    cores = {Strategy.PARTITION: split, Strategy.STREAMS: 0, Strategy.PRIORITY: 0}
+    idle = min((s.cores for s in every if s.strategy is Strategy.DMA_PARTITION), default=0)
+    cores = {Strategy.PARTITION: split, Strategy.DMA_PARTITION: idle, Strategy.STREAMS: 0, Strategy.PRIORITY: 0}
     some = (s for s in every if s.strategy is not Strategy.PRIORITY_PARTITION)
     return tuple(s for s in some if s.cores == cores.get(s.strategy, s.cores))
 

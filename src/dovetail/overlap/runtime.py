@@ -26,7 +26,7 @@ from dovetail.hw.gpu.device import Device
 from dovetail.overlap import policy, tables
 from dovetail.overlap.cpu import CpuPlace
 from dovetail.overlap.gpu import GpuPlace
-from dovetail.overlap.strategy import ALL, AUTO, PARTITIONED, Setting, Strategy, named
+from dovetail.overlap.strategy import ALL, AUTO, BY_ENGINES, PARTITIONED, Setting, Strategy, named
 from dovetail.overlap.tables import Tables
 from dovetail.overlap.tasks import Communication, Computation, Load, Mover, Pending, Traffic, check, computation
 from dovetail.overlap.trials import ROUNDS, Trials
@@ -165,7 +165,7 @@ class Runtime:
         if wanted in PARTITIONED:
             if not self.place.has_partition:
                 raise NotSupported(f"{wanted}: the cores of this {self.place.backend} can't be shared out")
-            cores = cores or self.place.core_step
+            cores = cores or (self.place.idle_step if wanted in BY_ENGINES else self.place.core_step)
         mover = Mover.ENGINES if Mover.ENGINES in comm.movers else Mover.CORES
         setting = Setting(wanted, cores, mover if wanted is Strategy.SERIAL else Mover.CORES)
         if setting.moved_by not in comm.movers:
@@ -208,7 +208,7 @@ class Runtime:
             place = self.place
             every = policy.candidates(
                 comm.traffic, comm.movers, num_cores=place.num_cores, core_step=place.core_step,
-                has_partition=place.has_partition,
+                idle_step=place.idle_step, has_partition=place.has_partition,
             )  # fmt: skip
             if by_threads:
                 every = tuple(s for s in every if s.strategy is Strategy.SERIAL or s.moved_by is Mover.ENGINES)

@@ -189,7 +189,7 @@ def settings(site: Site, comm: Communication, spec: Spec) -> list[Setting]:
     """The sweep: all that there are, or those of the strategies that were asked for and `serial`."""
     place = site.place
     found = policy.candidates(
-        comm.traffic, comm.movers, num_cores=place.num_cores, core_step=place.core_step,
+        comm.traffic, comm.movers, num_cores=place.num_cores, core_step=place.core_step, idle_step=place.idle_step,
         has_partition=place.has_partition,
     )  # fmt: skip
     wanted = {Strategy.SERIAL, *(spec.strategies or Strategy)}

@@ -183,8 +183,13 @@ class Tuner:
 
     # --- cores
 
-    def _splits(self) -> list[int]:
+    def _kept(self) -> list[int]:
         """Numbers of cores that are kept from a computation."""
+        place, splits = self._site.place, self._splits()
+        return [*(k for k in (place.idle_step, 2 * place.idle_step) if splits and k < place.core_step), *splits]
+
+    def _splits(self) -> list[int]:
+        """Numbers of cores that have something to do."""
         place = self._site.place
         if not place.has_partition:
             return []
@@ -212,7 +217,7 @@ class Tuner:
             self._compute_by_cores[bound] = ByCores(tuple(worst.items()))
 
     def _work_by_cores(self, bound: Bound, work: Work) -> ByCores:
-        found, alone, _ = self._timed(work, _NOTHING, [Setting(Strategy.DMA_PARTITION, k) for k in self._splits()])
+        found, alone, _ = self._timed(work, _NOTHING, [Setting(Strategy.DMA_PARTITION, k) for k in self._kept()])
         points = {self._site.place.num_cores: 1.0}
         for setting, times in found.items():
             left = self._site.place.num_cores - setting.cores

@@ -22,7 +22,7 @@ from dovetail.errors import NotSupported
 from dovetail.hw.capabilities import Capabilities
 from dovetail.hw.gpu.cuda_calls import ANSWERS, CALLS, GREEN, IpcHandle, P
 from dovetail.hw.gpu.driver import WAIT, WRITE, DriverError, EngineQueues, Kind, Memory, Share, SourceOrder, Words
-from dovetail.hw.gpu.green import Green
+from dovetail.hw.gpu.green import IDLE_STEP, Green
 from dovetail.hw.gpu.library import Function, Library
 from dovetail.plan.step import Op
 
@@ -174,10 +174,13 @@ class CudaDriver:
     def core_step(self, device: int) -> int:
         return self._cuts().step(self._device(device), self._attribute(_CAPABILITY_MAJOR, device))
 
-    def split_cores(self, device: int, number: int) -> tuple[Share, Share]:
+    def idle_step(self, device: int) -> int:
+        return min(IDLE_STEP, self.core_step(device))
+
+    def split_cores(self, device: int, number: int, *, idle: bool = False) -> tuple[Share, Share]:
         green = self._cuts()
         self._context(device)  # a green context would make a primary one, and unmake it with its last share
-        return green.split(self._device(device), self._attribute(_CAPABILITY_MAJOR, device), number)
+        return green.split(self._device(device), self._attribute(_CAPABILITY_MAJOR, device), number, idle=idle)
 
     def _cuts(self) -> Green:
         if self._green is None:

@@ -118,9 +118,12 @@ class Driver(Protocol):
     def core_step(self, device: int) -> int:
         """Shares come in multiples of so many multiprocessors. `NotSupported` unless `capabilities().partition`."""
 
-    def split_cores(self, device: int, number: int) -> tuple[Share, Share]:
+    def idle_step(self, device: int) -> int:
+        """Shares that stay idle come in multiples of so many, which may be fewer: no kernel has to fit there."""
+
+    def split_cores(self, device: int, number: int, *, idle: bool = False) -> tuple[Share, Share]:
         """Two shares of the multiprocessors that have none in common: at least `number` of them, rounded up to what
-        the hardware can cut, and all others.
+        the hardware can cut, and all others. `idle`: nothing will run in the first.
 
         Raises:
             ValueError: `number` is below 1, or leaves too little for the second share. Nothing was made.

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from ctypes import byref, c_uint, c_uint64
 from types import SimpleNamespace
 
+from dovetail.errors import NotSupported
 from dovetail.hw.gpu.driver import DriverError
 from dovetail.hw.gpu.partition import StreamShare, rounded
 
@@ -28,6 +29,11 @@ _DEFAULT_STREAM, _NON_BLOCKING = 1, 1  # the driver takes no context, and no str
 #: (fewest, step) by the major compute capability, as the driver's manual has it; 9 and later cut eights.
 _STEPS = {6: (2, 2), 7: (2, 2), 8: (4, 2)}
 _STEPS_9 = (8, 8)
+
+#: A share in which nothing runs needs no multiprocessors that a cluster of blocks could be scheduled on together: the
+#: driver then cuts pairs off.
+IDLE_STEP = 2
+_ANY_PLACE = 1  # CU_DEV_SM_RESOURCE_SPLIT_IGNORE_SM_COSCHEDULING
 
 Resource = ctypes.Array[c_uint]
 
@@ -48,14 +54,25 @@ class Green:
         """Shares are multiples of so many. `device` is the driver's handle, `capability` its major number."""
         return self._steps(self._whole(device), capability)[1]
 
-    def split(self, device: int, capability: int, number: int) -> tuple[StreamShare, StreamShare]:
+    def split(
+        self, device: int, capability: int, number: int, *, idle: bool = False
+    ) -> tuple[StreamShare, StreamShare]:
         """`Driver.split_cores`."""
         whole, taken, rest, groups = self._whole(device), _resource(), _resource(), c_uint(1)
         least, step = self._steps(whole, capability)
-        count = rounded(number, whole[_COUNT], least=least, step=step)
-        self._call.cuDevSmResourceSplitByCount(taken, byref(groups), whole, rest, 0, count)
+        finer = min(IDLE_STEP, step) if idle else step
+        count = rounded(number, whole[_COUNT], least=finer if idle else least, step=finer)
+        flags = _ANY_PLACE if count < least or count % step else 0
+        name = "cuDevSmResourceSplitByCount"
+        try:
+            self._call.cuDevSmResourceSplitByCount(taken, byref(groups), whole, rest, flags, count)
+        except DriverError as error:
+            if flags:
+                raise NotSupported(f"this driver keeps no {count} multiprocessors idle: {error}") from error
+            raise
+        if idle and taken[_COUNT] != count:
+            raise NotSupported(f"this driver keeps {taken[_COUNT]} multiprocessors idle, not {count}")
         if groups.value != 1 or rest[_TYPE] != _MULTIPROCESSORS or not rest[_COUNT]:
-            name = "cuDevSmResourceSplitByCount"
             raise DriverError(f"{name} did not cut {count} of {whole[_COUNT]} multiprocessors off", call=name, code=0)
         first = self._share(device, taken)
         try:

@@ -193,7 +193,10 @@ class HipDriver:
         self._need_masks()
         return CORE_STEP
 
-    def split_cores(self, device: int, number: int) -> tuple[Share, Share]:
+    def idle_step(self, device: int) -> int:
+        return self.core_step(device)
+
+    def split_cores(self, device: int, number: int, *, idle: bool = False) -> tuple[Share, Share]:
         self._need_masks()
         total = self.num_multiprocessors(device)
         taken = rounded(number, total, least=CORE_STEP, step=CORE_STEP, least_rest=CORE_STEP)
