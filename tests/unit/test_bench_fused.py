@@ -344,7 +344,8 @@ def test_every_form_is_measured(host: Host) -> None:
         assert counts[Kind.UNFUSED] == counts[Kind.COMM] + 1
         assert counts[Kind.DECOMPOSED] == 4
         grown = each.taken(Kind.DMA).setting["first"] > 1
-        assert counts[Kind.DMA] == 3 + grown + (each.ratio == 1) + (not gemm)
+        headed = each.taken(Kind.DMA).setting["head"]
+        assert counts[Kind.DMA] == 3 + grown + headed + (each.ratio == 1) + (not gemm)
         assert len({(c.kind, c.name) for c in each.cells}) == len(each.cells)
         assert "whole" in [c.name for c in each.cells if c.kind is Kind.COMM]
         assert {c.setting["by"] for c in each.cells if c.kind is Kind.DECOMPOSED} == {"torch", "ours"}
@@ -353,7 +354,8 @@ def test_every_form_is_measured(host: Host) -> None:
         assert {c.role for c in fused[2:]} == {Role.ABLATION}
         settings = [{k: v for k, v in c.setting.items() if not k.endswith("_rows")} for c in fused]
         changed = [{k for k, v in settings[0].items() if other[k] != v} for other in settings[2:]]
-        expected = [{"slices"}, *[{"first"}] * grown, *[{"order"}] * (each.ratio == 1), *[{"layout"}] * (not gemm)]
+        expected = [{"slices"}, *[{"first"}] * grown, *[{"head"}] * headed]
+        expected += [*[{"order", *["head"] * headed}] * (each.ratio == 1), *[{"layout"}] * (not gemm)]
         assert changed == expected
         assert each.taken(Kind.DMA) is fused[0]
         assert each.checks == len(each.cells) + max(4, len(fused)) + len(fused)
@@ -366,11 +368,12 @@ def test_every_form_is_measured(host: Host) -> None:
         assert sum(c.host_us is not None for c in each.cells) == 3
         assert set(each.pilot) == {
             "collective", "tile", "computation", "fused tile", "slices", "first slice", "layout and lanes",
-            "chunks by torch", "chunks by our kernel",
+            "tile of the cut", "chunks by torch", "chunks by our kernel",
         }  # fmt: skip
         assert {"whole", "whole 2 lanes", "5 slices 2 lanes"} <= set(each.pilot["collective"])
         assert len(each.pilot["collective"]) == (3 if gemm else 6)
         assert any(" 1 lane" in name for name in each.pilot["layout and lanes"])
+        assert sum("first by event" in name for name in each.pilot["first slice"]) >= 1
         assert any("words" in name for name in each.pilot["chunks by torch"]) == gemm
         assert {name.split(" chunks")[0][-1] for name in each.pilot["chunks by our kernel"]} == {"2", "5"}
     assert found.products[0].m == 32
@@ -416,6 +419,19 @@ def test_the_best_of_a_pilot_is_timed(host: Host, monkeypatch: Any) -> None:
     assert sorted(name.split(",")[0] for name in names[Kind.UNFUSED]) == [*["ours 2x4w4p7"] * 3, "torch"]
     assert found.taken(Kind.DMA).name == "5 slices from 1/16 remote 4x4w4p7 1 lane"
     assert [name.split(" chunks")[0] for name in names[Kind.DECOMPOSED]] == ["5", "ours 2x4w4p7 5"]
+
+
+@pytest.mark.parametrize("op", list(Op))
+def test_a_first_slice_by_event_is_picked_where_it_is_faster(host: Host, monkeypatch: Any, op: Op) -> None:
+    """And checked and timed like all others; what it is without is beside it."""
+    spec = replace(small(Shape(op=op, ratio=1, size_bytes=12 << 10)), products=())
+    with Session("cuda") as session, given_times(monkeypatch, lambda c, _: 10.0 - ("first by event" in c.name)):
+        found = gpu.measure(session, spec).rows[0]
+    taken, fused = found.taken(Kind.DMA), [c for c in found.cells if c.kind is Kind.DMA]
+    assert ", first by event, remote" in taken.name
+    assert taken.setting["head"]
+    assert [c.setting["head"] for c in fused if c.name == taken.name.replace(", first by event,", "")] == [False]
+    assert all(not c.setting["head"] for c in fused if c.setting.get("order") == "local")
 
 
 def test_the_picked_form_stays_picked(host: Host, monkeypatch: Any) -> None:
@@ -551,14 +567,14 @@ def test_every_fused_form_is_checked_behind_the_gate(host: Host, monkeypatch: An
 def test_chunks_need_all_their_rows(host: Host, monkeypatch: Any) -> None:
     """A launch of our kernel that leaves out a row of its chunk shows."""
     spec = replace(small(Shape(op=Op.EMBEDDING, ratio=1, size_bytes=6 << 10)), products=())
-    one_slice = decomposed._one_slice
+    one_slice = decomposed.one_slice
 
     def short(tiles: Any, number: int) -> Any:
         found = one_slice(tiles, number)
         found.tiles[-1, 1] -= number == 1
         return found
 
-    monkeypatch.setattr(decomposed, "_one_slice", short)
+    monkeypatch.setattr(decomposed, "one_slice", short)
     with Session("cuda") as session, pytest.raises(HardwareError, match="decomposed ours .*gave wrong bytes"):
         gpu.measure(session, spec)
 

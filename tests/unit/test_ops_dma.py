@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,11 @@ from dovetail.hw.gpu.heap import Heap
 from dovetail.hw.gpu.words import VALUE_BITS
 from dovetail.ops.gpu import launch
 from dovetail.ops.gpu.decomposed import Chunked, How, Unfused, kernel_rows
-from dovetail.ops.gpu.dma import DmaEmbedding, DmaGemm, Flags, SlicedRun, embedding_exchange, gemm_exchange
+from dovetail.ops.gpu.dma import DmaEmbedding, DmaGemm, Flags, Headed, SlicedRun, embedding_exchange, gemm_exchange
 from dovetail.ops.gpu.exchange import Buffers, Exchange, Layout, Pace, slice_rows_of
 from dovetail.ops.gpu.launch import GemmLaunch, SplitK, parts_of, resident
 from dovetail.ops.gpu.place import Placing, _item, side_by_side
-from dovetail.ops.gpu.tiles import Blocks, RowTiles, row_tiles
+from dovetail.ops.gpu.tiles import Blocks, RowTiles, behind, row_tiles
 from dovetail.plan import Op, Plan, SignalKind, passes
 from dovetail.plan.check import check
 
@@ -159,6 +160,143 @@ def test_slices_arrive(
             device.driver.stream_synchronize(stream)
             assert is_right(buffers, compute.result), seed
     device.driver.stream_destroy(stream)
+
+
+class Head:
+    """The first slice: its rows are put into `y` in the stream, behind a word that the test raises."""
+
+    def __init__(self, device: Device, heaps: dict[str, Heap], buffers: Buffers, tiles: RowTiles, stream: int) -> None:
+        width = buffers.exchange.row_bytes[0]
+        self.rows = slice(*(int(row) * width for row in tiles.slices[0, :2]))
+        self._device, self._stream, self._y = device, stream, buffers.y[0]
+        self._word = heaps["host"].empty((8,), torch.uint8)
+        self.bytes = heaps["host"].empty((self.rows.stop - self.rows.start,), torch.uint8)
+        self.close()
+
+    def close(self) -> None:
+        self._word.zero_()
+        self.bytes.copy_(torch.randint(0, POISON, (len(self.bytes),), dtype=torch.uint8))
+
+    def open(self) -> None:
+        ctypes.c_uint64.from_address(self._word.data_ptr()).value = 1
+
+    def __call__(self) -> None:
+        gate = np.zeros(1, WORD)
+        gate["kind"], gate["address"], gate["value"] = WAIT, self._word.data_ptr(), 1
+        self._device.driver.stream_words(gate, self._stream)
+        to = self._y.data_ptr() + self.rows.start
+        self._device.driver.copy(to, self.bytes.data_ptr(), len(self.bytes), self._stream)
+
+
+@pytest.mark.parametrize("pace", list(Pace))
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("first_rows", [None, 1])
+@SHAPES
+def test_the_first_slice_needs_no_flag(
+    device: Device, heaps: dict[str, Heap], exchange: Exchange, first_rows: int | None, lanes: int, pace: Pace
+) -> None:
+    """It leaves behind its launch while no flag is up, the others behind theirs; the stream goes on behind all."""
+    tiles = row_tiles(exchange.send, 0, 1, slice_rows=2, first_rows=first_rows)
+    rest = behind(tiles, 1)
+    for plan in exchange.headed(tiles, pace=pace, lanes=lanes):
+        check(passes.entry(plan))
+    buffers = buffers_of(exchange, heaps)
+    driver, stream = device.driver, device.driver.stream_create()
+    run = Headed(
+        device, exchange, tiles, buffers, pace=pace, timeout_s=20, lanes=lanes, words_on_device=lanes == 2
+    )  # fmt: skip
+    head = Head(device, heaps, buffers, tiles, stream)
+    probe = heaps["device"].empty((8,), torch.uint8)
+    for seed in range(4):
+        compute = Played(buffers, rest, seed)
+        compute.begin.clear()
+        spoil(buffers)
+        head.close()
+        probe.zero_()
+        tickets = run.start(head, compute, stream)
+        driver.fill(probe.data_ptr(), 7, 8, stream)
+        time.sleep(0.01)
+        assert not tickets.first.is_over()
+        leaves = [there for _, there in buffers.crossed()][::2]
+        assert all(bool((there == POISON).all()) for there in leaves)
+        head.open()
+        tickets.first.wait(20)
+        sent = sum(int((there != POISON).sum()) for there in leaves)
+        assert sent == len(head.bytes)
+        assert not tickets.is_over()
+        assert not probe.any()
+        compute.begin.set()
+        tickets.wait(20)
+        compute.join()
+        driver.stream_synchronize(stream)
+        assert tickets.is_over()
+        assert (probe == 7).all()
+        compute.result[head.rows] = head.bytes
+        assert is_right(buffers, compute.result), seed
+    run.close()
+    run.close()
+    driver.stream_destroy(stream)
+
+
+def test_a_first_slice_that_does_not_wait_is_seen(
+    device: Device, heaps: dict[str, Heap], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the event, what is not there yet is sent."""
+    tiles = row_tiles(GEMM.send, 0, 2, slice_rows=2)
+    buffers, stream = buffers_of(GEMM, heaps), device.driver.stream_create()
+    run = Headed(device, GEMM, tiles, buffers, pace=Pace.STEP, timeout_s=20, lanes=2, words_on_device=False)
+    head, compute = Head(device, heaps, buffers, tiles, stream), Played(buffers, behind(tiles, 1))
+    spoil(buffers)
+    submit = run._head.submit
+    monkeypatch.setattr(run, "_head", SimpleNamespace(submit=lambda **_: submit()))
+    tickets = run.start(head, compute, stream)
+    tickets.first.wait(20)
+    head.open()
+    tickets.wait(20)
+    compute.join()
+    device.driver.stream_synchronize(stream)
+    compute.result[head.rows] = head.bytes
+    assert not is_right(buffers, compute.result)
+    run.close()
+    device.driver.stream_destroy(stream)
+
+
+def test_a_head_whose_rest_fails(device: Device, heaps: dict[str, Heap]) -> None:
+    """The stream still goes on behind the copies of the head, and the next run is right."""
+    tiles = row_tiles(GEMM.send, 0, 2, slice_rows=2)
+    buffers, driver, stream = buffers_of(GEMM, heaps), device.driver, device.driver.stream_create()
+    run = Headed(device, GEMM, tiles, buffers, pace=Pace.STEP, timeout_s=20, lanes=2, words_on_device=False)
+    head, probe = Head(device, heaps, buffers, tiles, stream), heaps["device"].empty((8,), torch.uint8)
+    probe.zero_()
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        run.start(head, Fails(buffers, behind(tiles, 1)), stream)
+    driver.fill(probe.data_ptr(), 7, 8, stream)
+    time.sleep(0.02)
+    assert not probe.any()
+    head.open()
+    driver.stream_synchronize(stream)
+    assert (probe == 7).all()
+    compute = Played(buffers, behind(tiles, 1))
+    spoil(buffers)
+    run.start(head, compute, stream).wait(20)
+    compute.join()
+    driver.stream_synchronize(stream)
+    compute.result[head.rows] = head.bytes
+    assert is_right(buffers, compute.result)
+    driver.graph_begin(stream)
+    with pytest.raises(NotSupported, match="capturing a graph"):
+        run.start(head, compute, stream)
+    driver.graph_destroy(driver.graph_end(stream))
+    run.close()
+    driver.stream_destroy(stream)
+
+
+@pytest.mark.parametrize(("order", "slice_rows"), [("local", 2), ("remote", 1000)])
+def test_a_first_slice_that_stays_or_is_alone(order: str, slice_rows: int) -> None:
+    exchange = GEMM if order == "local" else replace(GEMM, send=(0, 3, 0, 0), receive=(0, 2, 7, 4))
+    tiles = row_tiles(exchange.send, 0, 2, slice_rows=slice_rows, order=order)
+    with pytest.raises(ValueError, match="must leave the GPU, and others follow it"):
+        exchange.headed(tiles)
 
 
 class Case:

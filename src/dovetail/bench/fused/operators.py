@@ -84,7 +84,8 @@ class GemmWork(Work):
         rows, first = self.cut_rows(cut.slices, cut.first)
         return DmaGemm(
             self.device, buffers, self.x.shape, self.w.shape, self.dtype, order=cut.order, blocks=cut.tile,
-            split=cut.tile.split, slice_rows=rows, first_rows=first, timeout_s=TIMEOUT_S, lanes=cut.lanes,
+            split=cut.tile.split, slice_rows=rows, first_rows=first, head=cut.head, timeout_s=TIMEOUT_S,
+            lanes=cut.lanes,
         )  # fmt: skip
 
     def default(self) -> DmaGemm:
@@ -196,7 +197,7 @@ class EmbeddingWork(Work):
         rows, first = self.cut_rows(cut.slices, cut.first)
         return DmaEmbedding(
             self.device, buffers, self._tables(), order=cut.order, shape=cut.tile, lanes=cut.lanes,
-            slice_rows=rows, first_rows=first, timeout_s=TIMEOUT_S,
+            slice_rows=rows, first_rows=first, timeout_s=TIMEOUT_S, head=cut.head,
         )  # fmt: skip
 
     def default(self) -> DmaEmbedding:

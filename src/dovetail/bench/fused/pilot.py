@@ -121,15 +121,21 @@ class Pilot:
         return self._best_tile("tile", self._work.alone)
 
     def cut(self) -> Cut:
-        """Of the fused form: the tile, the number of slices, the first one's size, then layout and lanes."""
+        """Of the fused form: the tile, the number of slices, the first one's size and launch, layout and lanes; then
+        the tile once more, which may be another one for slices of that size."""
         work, slices = self._work, self._slices()
         middle = Cut(slices=slices[len(slices) // 2], tile=None, layout=work.layouts[0])
         tile = self._best_tile("fused tile", lambda tile: work.fused(replace(middle, tile=tile)))
         best = self._best_cut("slices", [replace(middle, tile=tile, slices=number) for number in slices])
         grown = [replace(best, slices=n, first=part) for n, part in self._grown(best.slices, slices)]
-        best = self._best_cut("first slice", [best, *grown])
+        headed = [replace(each, head=True) for each in (best, *grown) if self._is_several(each)]
+        best = self._best_cut("first slice", [best, *grown, *headed])
         others = [replace(best, layout=layout) for layout in work.layouts[1:]]
-        return self._best_cut("layout and lanes", [best, replace(best, lanes=1), *others])
+        best = self._best_cut("layout and lanes", [best, replace(best, lanes=1), *others])
+        return replace(best, tile=self._best_tile("tile of the cut", lambda tile: work.fused(replace(best, tile=tile))))
+
+    def _is_several(self, cut: Cut) -> bool:
+        return len(self._work.cut_slices(cut)) > 1
 
     def _grown(self, number: int, numbers: Sequence[int]) -> list[tuple[int, int]]:
         """(number, part that the first one is) of slices or chunks that grow: so many, or the next fewer."""
@@ -190,8 +196,10 @@ class Pilot:
         found += [work.decomposed(each) for each in self.chunks([tile, cut.tile])]
         found += [work.fused(cut, Role.PICKED), work.as_default()]
         changed = [replace(cut, slices=number) for number in self._slices() if number != cut.slices]
+        changed = [each for each in changed if not each.head or self._is_several(each)]
         changed += [replace(cut, first=1)] if cut.first > 1 else []
+        changed += [replace(cut, head=False)] if cut.head else []
         if work.shape.ratio == 1:
-            changed.append(replace(cut, order=Order.LOCAL))
+            changed.append(replace(cut, order=Order.LOCAL, head=False))
         changed += [replace(cut, layout=layout) for layout in work.layouts if layout is not cut.layout]
         return [*found, *(work.fused(each) for each in changed)]

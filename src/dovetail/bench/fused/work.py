@@ -26,7 +26,7 @@ from dovetail.hw.gpu.device import Device
 from dovetail.ops.gpu.decomposed import Chunked, How, Rows, Unfused
 from dovetail.ops.gpu.dma import LANES, WORDS_ON_DEVICE
 from dovetail.ops.gpu.exchange import GPU, Buffers, Exchange, Layout, first_rows_of, slice_rows_of
-from dovetail.ops.gpu.tiles import Order, RowTiles, row_tiles
+from dovetail.ops.gpu.tiles import Order, RowTiles, destinations, pieces, row_tiles
 
 #: A forgotten flag ends a run soon: a kernel that is over raises no more.
 TIMEOUT_S = 20.0
@@ -71,6 +71,7 @@ class Cut:
     tile: Any
     layout: Layout
     first: int = 1  #: the first slice is this part of the others, which grow from there
+    head: bool = False  #: the first slice is a launch of its own, with an event
     order: Order = Order.REMOTE
     lanes: int = LANES
 
@@ -250,9 +251,10 @@ class Work(ABC):
         buffers = self._by_layout[cut.layout]
         made = self._kept(self.dma(cut, buffers))
         tile = self.tile_name(cut.tile, made.kernel)
-        how = f"{_grown(cut.first)} {cut.order} {tile}{_lanes(cut.lanes, LANES)}{_placed(cut.layout)}"
-        name = f"{cut.slices} slices{how}"
+        how = f"{_grown(cut.first)}{', first by event,' if cut.head else ''} {cut.order} {tile}"
+        name = f"{cut.slices} slices{how}{_lanes(cut.lanes, LANES)}{_placed(cut.layout)}"
         setting = {"slices": cut.slices, "first": cut.first, "order": str(cut.order), "lanes": cut.lanes, "tile": tile}
+        setting["head"] = cut.head
         return self._fused(made, name, setting, buffers, role)
 
     def as_default(self) -> Contender:
@@ -311,6 +313,11 @@ class Work(ABC):
         rows = self.slice_rows(number)
         least = first_rows_of(rows, self._step, first)
         return rows, least if least < rows else None
+
+    def cut_slices(self, cut: Cut) -> list[tuple[int, int, int]]:
+        """(destination, begin, end) of what leaves the GPU."""
+        places = [to for to in destinations(self.exchange.world, GPU, cut.order) if to != GPU]
+        return list(pieces(self.exchange.send, places, *self.cut_rows(cut.slices, cut.first)))
 
     @property
     def _step(self) -> int:

@@ -23,7 +23,7 @@ from dovetail.hw.gpu.ticket import GpuTicket
 from dovetail.ops.gpu.dma import LANES, WORDS_ON_DEVICE, Flags, SlicedRun
 from dovetail.ops.gpu.exchange import GPU, Buffers, Pace
 from dovetail.ops.gpu.place import Placing
-from dovetail.ops.gpu.tiles import DESTINATION, END, FIRST, SLICE, Order, RowTiles, row_tiles
+from dovetail.ops.gpu.tiles import END, FIRST, Order, RowTiles, one_slice, row_tiles
 from dovetail.plan.build.sliced import Slice
 
 if TYPE_CHECKING:
@@ -208,21 +208,13 @@ def kernel_rows(
     `make`: of one slice's tiles, what launches the kernel on them in torch's current stream; it writes to `y`.
     """
     ends = tiles.slices[:, [FIRST, END]].tolist()
-    launches = {(first, end): make(_one_slice(tiles, k)) for k, (first, end) in enumerate(ends)}
+    launches = {(first, end): make(one_slice(tiles, k)) for k, (first, end) in enumerate(ends)}
 
     def compute(begin: int, end: int) -> torch.Tensor:
         launches[begin, end]()
         return y[begin:end]
 
     return compute
-
-
-def _one_slice(tiles: RowTiles, number: int) -> RowTiles:
-    """A slice as a table of its own."""
-    mine = tiles.tiles[tiles.tiles[:, SLICE] == number].copy()
-    mine[:, SLICE] = 0
-    only = tiles.slices[number : number + 1].copy()
-    return RowTiles(mine, only, np.array([[only[0, DESTINATION], 0, len(mine)]], np.int64))
 
 
 def gemm_rows(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> Rows:

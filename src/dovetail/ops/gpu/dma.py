@@ -11,10 +11,10 @@ is there when the GPU has as large a part of its own), others have everything re
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from dovetail.errors import DovetailError, NotSupported
 from dovetail.hw.gpu.device import Device
@@ -23,7 +23,18 @@ from dovetail.hw.gpu.ticket import GpuTicket
 from dovetail.ops.gpu.exchange import GPU, Buffers, Exchange, Layout, Pace, first_rows_of, slice_rows_of
 from dovetail.ops.gpu.launch import BagLaunch, GemmLaunch, PoolShape, SplitK
 from dovetail.ops.gpu.place import Placing
-from dovetail.ops.gpu.tiles import Blocks, Order, RowTiles, across, large_blocks, row_tiles
+from dovetail.ops.gpu.tiles import (
+    END,
+    FIRST,
+    Blocks,
+    Order,
+    RowTiles,
+    across,
+    behind,
+    large_blocks,
+    one_slice,
+    row_tiles,
+)
 from dovetail.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -106,11 +117,7 @@ class SlicedRun:
             NotSupported: the stream is capturing a graph.
             DovetailError: an earlier run could not be issued as a whole: close this and make another.
         """
-        self._device.enter()
-        if self._error is not None:
-            raise DovetailError(f"an earlier run was not issued as a whole: {self._error!r}") from self._error
-        if self._device.driver.stream_capturing(stream):
-            raise NotSupported("the stream is capturing a graph: copies behind flags would be lost. Run it outside")
+        self.refuse(stream)
         is_launched = False
 
         def launch(base: int) -> None:
@@ -125,6 +132,14 @@ class SlicedRun:
                 self._error = error
             raise
 
+    def refuse(self, stream: int) -> None:
+        """Raises what `start` does before it launches anything."""
+        self._device.enter()
+        if self._error is not None:
+            raise DovetailError(f"an earlier run was not issued as a whole: {self._error!r}") from self._error
+        if self._device.driver.stream_capturing(stream):
+            raise NotSupported("the stream is capturing a graph: copies behind flags would be lost. Run it outside")
+
     def close(self) -> None:
         """Waits for the last run. Safe to call twice."""
         self._runner.close()
@@ -136,6 +151,69 @@ class SlicedRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class Headed:
+    """A sliced run whose first slice has a launch of its own: its copies begin behind an event.
+
+    A queue sees an event some microseconds sooner than a word, and the link waits for nothing but the first slice. An
+    owner: `close()`.
+    """
+
+    def __init__(
+        self, device: Device, exchange: Exchange, tiles: RowTiles, buffers: Buffers, *, pace: Pace | str,
+        timeout_s: float | None, lanes: int, words_on_device: bool,
+    ) -> None:  # fmt: skip
+        """`tiles`: the table of all slices; see `Exchange.headed`."""
+        plan, rest = exchange.headed(tiles, pace=pace, lanes=lanes)
+        self._device = device
+        self._early: GpuTicket | None = None
+        self._runner = LocalRunner(
+            device, plan, host_ranks=exchange.peers, timeout_s=timeout_s, most_streams=2 * lanes
+        )  # fmt: skip
+        try:
+            self._head = self._runner.bind(buffers.of(plan))
+            self.rest = SlicedRun(
+                device, rest, buffers.of(rest), host_ranks=exchange.peers, timeout_s=timeout_s, lanes=lanes,
+                words_on_device=words_on_device,
+            )  # fmt: skip
+        except BaseException:
+            self._runner.close()
+            raise
+
+    def start(self, first: Callable[[], object], compute: Sliced, stream: int) -> Tickets:
+        """`first` launches the first slice into the raw stream, torch's current one; then as `SlicedRun.start`."""
+        self.rest.refuse(stream)
+        driver, before = self._device.driver, self._early
+        if before is not None and not before.is_over():
+            driver.stream_wait_event(stream, before.event)  # its copies still read what is computed anew
+        first()
+        early = self._early = self._head.submit(after=stream, joins=False)
+        try:
+            return Tickets(early, self.rest.start(compute, stream))
+        finally:
+            driver.stream_wait_event(stream, early.event)
+
+    def close(self) -> None:
+        """Waits for the last run. Safe to call twice."""
+        self.rest.close()
+        self._runner.close()
+
+
+class Tickets(NamedTuple):
+    """Of a run in two parts."""
+
+    first: GpuTicket
+    rest: GpuTicket
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Blocks the host until both are over; raises the error of either."""
+        self.first.wait(timeout_s)
+        self.rest.wait(timeout_s)
+
+    def is_over(self) -> bool:
+        """True once all of it is done, well or not."""
+        return self.first.is_over() and self.rest.is_over()
 
 
 def gemm_exchange(
@@ -157,10 +235,12 @@ class DmaGemm:
         slice_rows: int | None = None, first_rows: int | None = None, order: Order | str = Order.REMOTE,
         pace: Pace | str = Pace.STEP, blocks: Blocks | None = None, split: SplitK | str = SplitK.TAIL,
         timeout_s: float | None = None, lanes: int = LANES, words_on_device: bool = WORDS_ON_DEVICE,
+        head: bool = False,
     ) -> None:  # fmt: skip
         """`buffers` of `gemm_exchange`; `slice_rows`: rows that one flag stands for, `first_rows` those of the first.
 
-        Whole tiles are best. If `slice_rows` is given, slices do not grow unless `first_rows` is, too.
+        Whole tiles are best. If `slice_rows` is given, slices do not grow unless `first_rows` is, too. `head`: the
+        first slice is torch's product, and an event lets its copies begin.
         """
 
         exchange, cores = buffers.exchange, device.driver.num_multiprocessors(device.index)
@@ -168,26 +248,41 @@ class DmaGemm:
         gemm_exchange(x_shape, w_shape, dtype, exchange.send, exchange.receive)
         (self.M, self.K), self.N, self.dtype = x_shape, w_shape[0], dtype
         height = self.blocks.height
-        self.tiles = across(_cut(exchange, height, slice_rows, first_rows, order), height)
+        every = _cut(exchange, height, slice_rows, first_rows, order)
+        self.tiles = across(every, height)
         self.y = buffers.y[GPU][: exchange.y_bytes(GPU)].view(dtype).view(self.M, self.N)
-        self.kernel = GemmLaunch(self.tiles, self.N, self.K, cores, self.y.device, blocks=self.blocks, split=split)
+        self._first = (int(every.slices[0, FIRST]), int(every.slices[0, END])) if head else (0, 0)
         self._operands: tuple[torch.Tensor, torch.Tensor] | None = None
-        plan = exchange.sliced(self.tiles, pace=pace, lanes=lanes)
-        self.run = SlicedRun(
-            device, plan, buffers.of(plan), host_ranks=exchange.peers, timeout_s=timeout_s, lanes=lanes,
+        self.run = _run_of(
+            device, buffers, self.tiles, head, pace=pace, timeout_s=timeout_s, lanes=lanes,
             words_on_device=words_on_device,
         )  # fmt: skip
+        by_us = across(behind(every, 1), height) if head else self.tiles
+        self.kernel = GemmLaunch(by_us, self.N, self.K, cores, self.y.device, blocks=self.blocks, split=split)
 
-    def start(self, x: torch.Tensor, w: torch.Tensor, stream: int) -> GpuTicket:
+    def start(self, x: torch.Tensor, w: torch.Tensor, stream: int) -> GpuTicket | Tickets:
         """Puts it all into the raw stream, torch's current one, and returns. `y` and the peers' outputs are written."""
         self._check(x, w)
         self._operands = x, w
+        if isinstance(self.run, Headed):
+            return self.run.start(self._compute_first, self, stream)
         return self.run.start(self, stream)
 
     def compute(self, x: torch.Tensor, w: torch.Tensor) -> None:
         """The product alone, with nobody waiting for it."""
         self._check(x, w)
+        self._operands = x, w
+        self._compute_first()
         self.kernel(x, w, self.y)
+
+    def _compute_first(self) -> None:
+        """The head, if there is one."""
+        import torch
+
+        assert self._operands is not None
+        (x, w), (begin, end) = self._operands, self._first
+        if end > begin:
+            torch.mm(x[begin:end], w.t(), out=self.y[begin:end])
 
     def _check(self, x: torch.Tensor, w: torch.Tensor) -> None:
         for name, given, shape in (("x", x, (self.M, self.K)), ("w", w, (self.N, self.K))):
@@ -213,6 +308,24 @@ def _cut(exchange: Exchange, height: int, rows: int | None, first: int | None, o
     return row_tiles(exchange.send, GPU, height, slice_rows=rows, first_rows=first, order=order)
 
 
+def _run_of(
+    device: Device, buffers: Buffers, tiles: RowTiles, head: bool, *, pace: Pace | str, timeout_s: float | None,
+    lanes: int, words_on_device: bool,
+) -> SlicedRun | Headed:  # fmt: skip
+    """All slices behind flags, or all but the first."""
+    exchange = buffers.exchange
+    if head:
+        return Headed(
+            device, exchange, tiles, buffers, pace=pace, timeout_s=timeout_s, lanes=lanes,
+            words_on_device=words_on_device,
+        )  # fmt: skip
+    plan = exchange.sliced(tiles, pace=pace, lanes=lanes)
+    return SlicedRun(
+        device, plan, buffers.of(plan), host_ranks=exchange.peers, timeout_s=timeout_s, lanes=lanes,
+        words_on_device=words_on_device,
+    )  # fmt: skip
+
+
 def embedding_exchange(
     num_tables: Sequence[int], dim: int, dtype: torch.dtype, batch: Sequence[int],
     layout: Layout | str = Layout.PACKED,
@@ -236,11 +349,12 @@ class DmaEmbedding:
         self, device: Device, buffers: Buffers, weights: Sequence[torch.Tensor], *, slice_rows: int | None = None,
         first_rows: int | None = None, order: Order | str = Order.REMOTE, pace: Pace | str = Pace.STEP,
         mode: str = "sum", shape: PoolShape | None = None, timeout_s: float | None = None, lanes: int = LANES,
-        words_on_device: bool = WORDS_ON_DEVICE,
+        words_on_device: bool = WORDS_ON_DEVICE, head: bool = False,
     ) -> None:  # fmt: skip
         """`buffers` of `embedding_exchange`; `weights`: this rank's tables [rows, dim].
 
-        `slice_rows`, `first_rows`: in samples; see `DmaGemm`.
+        `slice_rows`, `first_rows`: in samples; see `DmaGemm`. `head`: the first slice is a launch of its own, and an
+        event lets its copies begin.
         """
 
         exchange, self.shape = buffers.exchange, shape or PoolShape()
@@ -255,17 +369,19 @@ class DmaEmbedding:
         self.tiles = _cut(exchange, height, slice_rows, first_rows, order)
         self.y = buffers.y[GPU][: exchange.y_bytes(GPU)].view(self.dtype).view(self.B, self.T, self.D)
         cores = device.driver.num_multiprocessors(device.index)
-        self.kernel = BagLaunch(self.tiles, weights, self.B, cores, self.y.device, mode=mode, shape=self.shape)
         self._bags: tuple[torch.Tensor, torch.Tensor] | None = None
         self._kept = exchange.send[GPU]
-        plan = exchange.sliced(self.tiles, pace=pace, lanes=lanes)
-        self.run = SlicedRun(
-            device, plan, buffers.of(plan), host_ranks=exchange.peers, timeout_s=timeout_s, lanes=lanes,
+        self.run = _run_of(
+            device, buffers, self.tiles, head, pace=pace, timeout_s=timeout_s, lanes=lanes,
             words_on_device=words_on_device,
         )  # fmt: skip
+        launches = [one_slice(self.tiles, 0), behind(self.tiles, 1)] if head else [self.tiles]
+        *self._head, self.kernel = [
+            BagLaunch(tiles, weights, self.B, cores, self.y.device, mode=mode, shape=self.shape) for tiles in launches
+        ]
         self._placing = Placing(device, buffers)
 
-    def start(self, values: torch.Tensor, offsets: torch.Tensor, stream: int) -> GpuTicket:
+    def start(self, values: torch.Tensor, offsets: torch.Tensor, stream: int) -> GpuTicket | Tickets:
         """Puts it all into the raw stream, torch's current one. Bag b of table t: values[offsets[t * B + b]:...].
 
         The ticket tells that all slices arrived; the output is finished behind that, in the stream.
@@ -273,14 +389,25 @@ class DmaEmbedding:
         self.kernel.check_bags(values, offsets)
         self._bags = values, offsets
         self._placing.begin(stream)
-        ticket = self.run.start(self, stream)
+        if isinstance(self.run, Headed):
+            ticket: GpuTicket | Tickets = self.run.start(self._compute_first, self, stream)
+        else:
+            ticket = self.run.start(self, stream)
         self._placing.end(stream)
         return ticket
 
     def compute(self, values: torch.Tensor, offsets: torch.Tensor) -> None:
         """The bags alone, with nobody waiting for them."""
         self.kernel.check_bags(values, offsets)
+        self._bags = values, offsets
+        self._compute_first()
         self.kernel(values, offsets, self.y)
+
+    def _compute_first(self) -> None:
+        """The head, if there is one."""
+        assert self._bags is not None
+        for kernel in self._head:
+            kernel(*self._bags, self.y)
 
     def launch(self, flags: Flags, stream: int) -> None:
         """See `Sliced`."""

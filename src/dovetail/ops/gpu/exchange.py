@@ -181,6 +181,22 @@ class Exchange:
         after = {len(leaving) + n: k for n, k in enumerate(follows)}
         return self._plan([*leaving, *arriving], after, ready=frozenset() if follows else self.peers, lanes=lanes)
 
+    def headed(self, tiles: RowTiles, *, pace: Pace | str = Pace.STEP, lanes: int = 1) -> tuple[Plan, Plan]:
+        """`sliced` in two plans: the first slice without a flag, for a run that begins when it is there; all others.
+
+        Raises:
+            ValueError: the first slice is the only one, or stays on the GPU.
+        """
+        leaving, arriving, follows = self.slices(tiles, pace)
+        if len(leaving) < 2 or leaving[0].destination == GPU:
+            raise ValueError("a first slice of its own must leave the GPU, and others follow it")
+        early = [piece for piece, k in zip(arriving, follows, strict=False) if k == 0]
+        late, after = arriving[len(early) :], [k - 1 for k in follows if k]
+        head = self._plan([leaving[0], *early], {}, ready=frozenset(range(self.world)), lanes=lanes)
+        words = {len(leaving) - 1 + n: k for n, k in enumerate(after)}
+        ready = frozenset() if follows else self.peers
+        return head, self._plan([*leaving[1:], *late], words, ready=ready, lanes=lanes, first_lane=1)
+
     def whole(self, *, lanes: int = 1, slice_rows: int | None = None) -> Plan:
         """The same bytes without a flag; `y` is there when the run begins.
 
@@ -195,12 +211,12 @@ class Exchange:
         return self._plan([*leaving, *arriving], {}, ready=frozenset(range(self.world)), lanes=lanes)
 
     def _plan(
-        self, slices: list[Slice], follows: dict[int, int], ready: frozenset[int], lanes: int = 1
-    ) -> Plan:  # fmt: skip
+        self, slices: list[Slice], follows: dict[int, int], ready: frozenset[int], lanes: int = 1, first_lane: int = 0
+    ) -> Plan:
         ranks = range(self.world)
         return sliced_all_to_all(
             self.world, slices, y_bytes=[self.y_bytes(r) for r in ranks], own=Own.LEFT, done=Done.END, ready=ready,
-            output_bytes=[self.output_bytes(r) for r in ranks], follows=follows, lanes=lanes,
+            output_bytes=[self.output_bytes(r) for r in ranks], follows=follows, lanes=lanes, first_lane=first_lane,
         )  # fmt: skip
 
 

@@ -141,6 +141,25 @@ def row_tiles(
     return RowTiles(table, np.array(slices, np.int64).reshape(-1, 5), segments, slice_rows, first_rows)
 
 
+def one_slice(made: RowTiles, number: int) -> RowTiles:
+    """A slice as a table of its own."""
+    return _part(made, number, number + 1)
+
+
+def behind(made: RowTiles, number: int) -> RowTiles:
+    """The slices from one on."""
+    return _part(made, number, len(made.slices))
+
+
+def _part(made: RowTiles, first: int, end: int) -> RowTiles:
+    """Of a table without tiles that belong to two slices; it has one segment, and says nothing of how it was cut."""
+    tiles = made.tiles[(made.tiles[:, SLICE] >= first) & (made.tiles[:, SLICE] < end)].copy()
+    tiles[:, SLICE] -= first
+    slices = made.slices[first:end].copy()
+    to = slices[0, DESTINATION] if len(slices) else 0
+    return RowTiles(tiles, slices, np.array([[to, 0, len(tiles)]], np.int64))
+
+
 def across(made: RowTiles, height: int) -> RowTiles:
     """The same slices with as few tiles as can be: one may have the last rows of a slice and the first of the next.
 

@@ -114,6 +114,7 @@ def sliced_all_to_all(
     ready: Collection[int] = (),
     follows: Mapping[int, int] | None = None,
     lanes: int = 1,
+    first_lane: int = 0,
 ) -> Plan:
     """Moves `slices`, each when its flag is up.
 
@@ -130,6 +131,7 @@ def sliced_all_to_all(
             only memory can be in step with the rank that computes.
         lanes: queues of a rank in each direction, which take its slices in turn: while one moves a slice, another
             waits for the next flag.
+        first_lane: the lane of the first slice in each direction, where another plan's slices go before these.
 
     Raises:
         ValueError: a slice that can't be.
@@ -137,18 +139,20 @@ def sliced_all_to_all(
     """
     if lanes < 1:
         raise ValueError(f"lanes is at least 1, not {lanes}")
-    made = _Builder(world, slices, Flags(flags), Own(own), Done(done), frozenset(ready), dict(follows or {}), lanes)
+    made = _Builder(
+        world, slices, Flags(flags), Own(own), Done(done), frozenset(ready), dict(follows or {}), lanes, first_lane
+    )
     return made.plan(y_bytes, output_bytes)
 
 
 class _Builder:
     def __init__(
         self, world: int, slices: Sequence[Slice], flags: Flags, own: Own, done: Done, ready: frozenset[int],
-        follows: dict[int, int], lanes: int,
+        follows: dict[int, int], lanes: int, first_lane: int = 0,
     ) -> None:  # fmt: skip
         self.a = Assembly("all_to_all sliced", world)
         self.slices, self.flags, self.own, self.done = list(slices), flags, own, done
-        self.ready, self.follows, self.lanes = ready, follows, lanes
+        self.ready, self.follows, self.lanes, self.first_lane = ready, follows, lanes, first_lane
         for k, piece in enumerate(self.slices):
             _validate(k, piece, world)
         self.kept = [k for k, piece in enumerate(self.slices) if piece.size_bytes]
@@ -239,7 +243,7 @@ class _Builder:
             and (self.slices[k].source != rank) == receives
             and not self._stays(self.slices[k])
         ]
-        mine = every[lane :: self.lanes]
+        mine = every[(lane - self.first_lane) % self.lanes :: self.lanes]
         last = {(self.slices[k].source, self.slices[k].destination): k for k in mine}
         rows: list[Rows] = []
         reached: set[_Word] = set()
