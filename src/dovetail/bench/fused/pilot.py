@@ -128,7 +128,9 @@ class Pilot:
         tile = self._best_tile("fused tile", lambda tile: work.fused(replace(middle, tile=tile)))
         best = self._best_cut("slices", [replace(middle, tile=tile, slices=number) for number in slices])
         grown = [replace(best, slices=n, first=part) for n, part in self._grown(best.slices, slices)]
-        headed = [replace(each, head=True) for each in (best, *grown) if self._is_several(each)]
+        # Which number is best may be another one then: the first slice's rows are not in the kernel's waves.
+        whole = [replace(best, slices=number) for number in slices]
+        headed = [replace(each, head=True) for each in (*whole, *grown) if self._is_several(each)]
         best = self._best_cut("first slice", [best, *grown, *headed])
         others = [replace(best, layout=layout) for layout in work.layouts[1:]]
         best = self._best_cut("layout and lanes", [best, replace(best, lanes=1), *others])
