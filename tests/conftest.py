@@ -1,7 +1,8 @@
-"""Marks every test with its tier, the folder it lies in, and decides what a missing tool means."""
+"""Marks every test with its tier, the folder it lies in, decides what a missing tool means, and lets Ctrl-C through."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,12 @@ import pytest
 from dovetail import env
 
 TIERS = ("unit", "ranks", "interp", "gpu", "browser", "vllm")
+
+
+def pytest_configure() -> None:
+    """A shell ignores SIGINT in what it runs in the background, and so would all that tests start and interrupt."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
