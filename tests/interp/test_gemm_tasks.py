@@ -29,7 +29,8 @@ RUNS = 2
 
 def test_parts_are_the_product(need: Callable[[str, object], None]) -> None:
     need("triton", importlib.util.find_spec("triton"))
-    wanted = ["right"] * (len(SHAPES) * len(FORMS) + len(ON_THE_WAY)) + ["found"] * len(MUTATIONS) + ["right"]
+    number = len(SHAPES) * len(FORMS) + 2 * len(ON_THE_WAY)
+    wanted = ["right"] * number + ["found"] * len(MUTATIONS) + ["right"]
     assert printed(__file__) == wanted
 
 
@@ -38,13 +39,16 @@ class _Product:
 
     def __init__(
         self, rows: tuple[int, ...], n: int, k: int, parts: tuple[int, ...], slice_rows: int, dtype: torch.dtype,
-        is_across: bool,
+        is_across: bool, *, headed: bool = False,
     ) -> None:  # fmt: skip
+        """`headed`: the first slice is somebody else's."""
         from dovetail.ops.gpu import tiles
         from dovetail.ops.gpu.launch import GemmLaunch
 
         self.n, self.k, self.m, self.dtype = n, k, sum(rows), dtype
         self.made = tiles.row_tiles(rows, 0, 16, slice_rows=slice_rows)
+        self.head = slice(*self.made.slices[0, :2].tolist()) if headed else slice(0, 0)
+        self.made = tiles.behind(self.made, int(headed))
         if is_across:
             self.made = tiles.across(self.made, 16)
         self.words = torch.zeros(len(self.made.slices), dtype=torch.int64)
@@ -66,7 +70,9 @@ class _Product:
         made = torch.Generator().manual_seed(run)
         x, w = (torch.randint(-4, 5, (r, self.k), generator=made).to(self.dtype) for r in (self.m, self.n))
         self.y.fill_(float("nan"))
-        return x, w, (x.float() @ w.float().T).to(self.dtype)
+        want = (x.float() @ w.float().T).to(self.dtype)
+        self.y[self.head] = want[self.head]
+        return x, w, want
 
     def wrong(self, run: int) -> str:
         """One run: every element, and the flag of every slice."""
@@ -100,8 +106,8 @@ def _case(shape: Any, form: Any) -> str:
     return next((w for w in wrong if w), "right")
 
 
-def _way(shape: Any) -> str:
-    product = _Product(*shape, *FORMS[0])
+def _way(shape: Any, headed: bool = False) -> str:
+    product = _Product(*shape, *FORMS[0], headed=headed)
     return product.wrong_on_the_way(1) or product.wrong_on_the_way(2) or "right"
 
 
@@ -151,4 +157,5 @@ def _late_part() -> str:
 
 if __name__ == "__main__":
     cases = [_case(*given) for given in itertools.product(SHAPES, FORMS)]
-    print(*cases, *map(_way, ON_THE_WAY), *map(_mutation, MUTATIONS), _late_part())
+    ways = [_way(*given) for given in itertools.product(ON_THE_WAY, (False, True))]
+    print(*cases, *ways, *map(_mutation, MUTATIONS), _late_part())

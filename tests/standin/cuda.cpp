@@ -605,8 +605,9 @@ CUresult cuDevSmResourceSplitByCount(CUdevResource* result, unsigned int* groups
                                      CUdevResource* remaining, unsigned int flags, unsigned int least) {
     ENTER("cuDevSmResourceSplitByCount", "groups=%u flags=%u least=%u", *groups, flags, least);
     if (!is_resource(input)) return RESOURCE_TYPE;
-    if (flags > 1 || *groups != 1 || least > input->smCount) return INVALID_VALUE;
-    const auto [fewest, step] = flags ? std::pair{2u, 2u} : steps();  // 1: IGNORE_SM_COSCHEDULING
+    // 1: IGNORE_SM_COSCHEDULING. 4: a flag that is taken and not heeded, for tests.
+    if ((flags && flags != 1 && flags != 4) || *groups != 1 || least > input->smCount) return INVALID_VALUE;
+    const auto [fewest, step] = flags == 1 ? std::pair{2u, 2u} : steps();
     const unsigned int count = std::max(fewest, (least + step - 1) / step * step);
     if (!input->whole || count > input->smCount) return RESOURCE_CONFIGURATION;
     const auto first = static_cast<unsigned int>(input->first);

@@ -18,6 +18,7 @@ from tests import standin
 from dovetail.bench.fused import clock, gpu, operators, pilot, rows
 from dovetail.bench.fused.rows import Cell, Kind, Product, Role, Row
 from dovetail.bench.fused.spec import Op, Shape, Spec, Split, full, grid, quick
+from dovetail.bench.fused.work import Cut
 from dovetail.bench.gpu.session import Session
 from dovetail.errors import HardwareError, NotSupported
 from dovetail.measure import record
@@ -432,6 +433,39 @@ def test_a_first_slice_by_event_is_picked_where_it_is_faster(host: Host, monkeyp
     assert taken.setting["head"]
     assert [c.setting["head"] for c in fused if c.name == taken.name.replace(", first by event,", "")] == [False]
     assert all(not c.setting["head"] for c in fused if c.setting.get("order") == "local")
+
+
+@pytest.mark.parametrize("op", list(Op))
+def test_the_computation_alone_has_the_first_slice_too(host: Host, op: Op) -> None:
+    """Also of parameters that want a gradient."""
+    spec, shape = small(), Shape(op=op, ratio=1, size_bytes=12 << 10)
+    kind = operators.WORKS[op]
+    exchanges = kind.exchanges(spec, shape)
+    with Session("cuda") as session, contextlib.ExitStack() as stack:
+        arenas = {where: session.arena(where, 1 << 20) for where in ("device", "host")}
+        buffers = [Buffers(exchange, lambda where, size: arenas[where].take(size)) for exchange in exchanges[:1]]
+        work = stack.enter_context(contextlib.closing(kind(session.device, spec, shape, buffers)))
+        work.scale(16)
+        if isinstance(work, operators.GemmWork):
+            work.w.requires_grad_()
+        made = work.dma(Cut(slices=4, tile=work.tiles[0], layout=work.layouts[0], head=True), buffers[0])
+        stack.callback(made.close)
+        made.y.fill_(float("nan"))
+        work.compute(made)
+        assert torch.allclose(made.y.view(len(work.reference), -1), work.reference.to(made.y.dtype), atol=0.25)
+        assert made.kernel._tables.tiles.shape[0] < made.tiles.tiles.shape[0]  # ours has the others
+
+
+def test_a_first_slice_may_be_all_that_leaves(host: Host, monkeypatch: Any) -> None:
+    """With one peer and one slice: the kernel has the rows that stay."""
+    spec = replace(small(Shape(op=Op.GEMM, ratio=1, size_bytes=12 << 10)), products=(), ranks=2, slices=((0, (1, 4)),))
+
+    def time_of(contender: Any, _: int) -> float:
+        return 10.0 - contender.name.startswith("1 slices, first by event")
+
+    with Session("cuda") as session, given_times(monkeypatch, time_of):
+        found = gpu.measure(session, spec).rows[0]
+    assert found.taken(Kind.DMA).name.startswith("1 slices, first by event")
 
 
 def test_the_picked_form_stays_picked(host: Host, monkeypatch: Any) -> None:

@@ -472,7 +472,8 @@ def test_a_spec_needs_scenarios() -> None:
 
 def test_what_a_run_costs_the_host(found: dict[str, Any]) -> None:
     known = found["cost"][0]
-    assert [row["pair"] for row in found["cost"]] == ["known", "new", "new, of new sizes"]
+    assert [row["pair"] for row in found["cost"]] == ["known"] * 3 + ["new", "new, of new sizes"]
+    assert [row["setting"] for row in found["cost"]][1:3] == ["dma", "streams"]
     for row in found["cost"]:
         assert row["correct"]
         assert row["over_us"] == pytest.approx(row["run_us"] - row["hand_us"])

@@ -294,24 +294,33 @@ class TestCuda:
     def test_few_that_stay_idle(self, cuda: Gpu, number: int, has: int, flags: int) -> None:
         """Pairs, wherever they are; what can be cut off as usual is."""
         assert (cuda.driver.core_step(0), cuda.driver.idle_step(0)) == (8, 2)
+        cuda.calls()
         first, second = cuda.driver.split_cores(0, number, idle=True)
-        call = fields(cuda.calls("cuDevSmResourceSplitByCount")[0])
+        call = fields(cuda.calls("cuDevSmResourceSplitByCount")[-1])
         assert (call["least"], call["flags"]) == (str(has), str(flags))
         assert (first.num_cores, second.num_cores) == (has, 132 - has)
         close(first, second)
 
-    def test_a_driver_that_keeps_no_few_idle(self, cuda: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It says so, and what others can be is left to whoever asked."""
-        before = cuda.alive()
-        cuda.set(FAIL="cuDevSmResourceSplitByCount:1:1")
-        with pytest.raises(NotSupported, match="this driver keeps no 2 multiprocessors idle: .*SplitByCount failed"):
-            cuda.driver.split_cores(0, 2, idle=True)
-        cuda.set(FAIL="")
-        monkeypatch.setattr(green, "_ANY_PLACE", 0)  # as of a driver that takes the flag and cuts eight all the same
-        driver = cuda.fresh()
-        with pytest.raises(NotSupported, match="this driver keeps 8 multiprocessors idle, not 2"):
-            driver.split_cores(0, 2, idle=True)
+    @pytest.mark.parametrize("refuses", [True, False], ids=["refuses", "cuts more"])
+    def test_a_driver_that_cuts_no_few_off(self, cuda: Gpu, monkeypatch: pytest.MonkeyPatch, refuses: bool) -> None:
+        """Then idle ones come in the steps of all others."""
+        driver, before = cuda.fresh(), cuda.alive()
+        monkeypatch.setattr(green, "_ANY_PLACE", 2 if refuses else 4)  # the stand-in knows neither, and ignores 4
+        assert driver.idle_step(0) == 8
+        first, second = driver.split_cores(0, 2, idle=True)
+        assert (first.num_cores, second.num_cores) == (8, 124)
+        close(first, second)
         assert cuda.alive() == before
+
+    def test_few_that_stay_idle_where_few_can_work(self, cuda: Gpu) -> None:
+        """Ampere: two are a step, four the fewest, idle or not."""
+        cuda.set(CAPABILITY=8, CORES=108)
+        driver = cuda.fresh()
+        assert (driver.core_step(0), driver.idle_step(0)) == (2, 2)
+        for idle in (False, True):
+            first, second = driver.split_cores(0, 2, idle=idle)
+            assert (first.num_cores, second.num_cores) == (4, 104)
+            close(first, second)
 
     @pytest.mark.parametrize(
         ("version", "lacks"), [(12030, "cuDeviceGetDevResource"), (12040, "cuGreenCtxStreamCreate")]

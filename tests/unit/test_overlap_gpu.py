@@ -734,6 +734,17 @@ def test_shares_of_the_same_size_are_one(control: Control, two: Two) -> None:
     if two.place.backend == "cuda":
         counts = [line.split("count=")[1].split()[0] for line in control.calls("cuGreenCtxCreate")]
         assert counts == ["2", "130", "4", "128", "6", "126"]  # eight are there already
+        two.place.lanes(Setting(Strategy.PRIORITY_PARTITION, 2))  # where two work, eight are cut off
+        assert not control.calls("cuGreenCtxCreate")
+
+
+def test_how_many_stay_idle_by_default(two: Two, runtime: Runtime) -> None:
+    fewest = 2 if two.place.backend == "cuda" else 8
+    assert runtime.forced(two.comm, "dma+partition") == Setting(Strategy.DMA_PARTITION, fewest)
+    assert runtime.forced(two.comm, "dma+partition", 6) == Setting(Strategy.DMA_PARTITION, 6)
+    assert runtime.forced(two.comm, "partition") == Setting(Strategy.PARTITION, 8)
+    offered = [s for s in runtime.explain(None, two.comm).order if s.strategy is Strategy.DMA_PARTITION]
+    assert offered == [Setting(Strategy.DMA_PARTITION, fewest)]
 
 
 def test_what_is_no_communication(two: Two, runtime: Runtime) -> None:

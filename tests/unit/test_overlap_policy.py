@@ -215,6 +215,16 @@ def test_the_settings_of_a_pair() -> None:
     assert names(traffic=GATHER._replace(local=True)) == f"serial by engines, serial by cores, {cores}"
 
 
+def test_few_settings_to_choose_among() -> None:
+    """One number of cores of a strategy; of idle ones the fewest."""
+    every = candidates(GATHER, frozenset(Mover), num_cores=132, core_step=8, idle_step=2, has_partition=True)
+    assert ", ".join(map(str, policy.few(every, 8))) == (
+        "serial by engines, serial by cores, streams, priority, partition 16, dma, dma+partition 2"
+    )
+    without = [s for s in every if s.strategy is not Strategy.DMA_PARTITION]
+    assert policy.few(without, 8) == policy.few(every, 8)[:-1]
+
+
 def test_the_settings_of_a_cpu() -> None:
     two = (
         "serial by engines, serial by cores, streams, priority, partition 1, priority+partition 1, dma, dma+partition 1"

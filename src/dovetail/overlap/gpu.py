@@ -17,7 +17,7 @@ from dovetail.hw.gpu import tensors
 from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.driver import Share
 from dovetail.overlap.strategy import COMMUNICATION_FIRST, PARTITIONED, Setting, Strategy
-from dovetail.overlap.tasks import Begun, Communication, Launched, Mark, Mover, Side, apart_of
+from dovetail.overlap.tasks import Begun, Communication, Launched, Mark, Mover, Run, Side, apart_of
 
 _URGENT = frozenset({Strategy.PRIORITY, Strategy.PRIORITY_PARTITION})
 
@@ -62,7 +62,7 @@ class GpuPlace:
         """The granularity of shares."""
         return self._driver.core_step(self.device.index) if self.has_partition else 1
 
-    @property
+    @functools.cached_property
     def idle_step(self) -> int:
         """The granularity of shares that stay idle."""
         return self._driver.idle_step(self.device.index) if self.has_partition else 1
@@ -103,7 +103,7 @@ class GpuPlace:
     def _split(self, cores: int, *, idle: bool) -> tuple[Share, Share]:
         step = self.idle_step if idle else self.core_step
         cores = -(-cores // step) * step  # what it gives anyway
-        if cores not in self._shares:
+        if cores not in self._shares:  # as many that stay idle are those that work, where so many can work
             self.device.enter()
             self._shares[cores] = self._driver.split_cores(self.device.index, cores, idle=idle)
         return self._shares[cores]
@@ -117,31 +117,46 @@ class GpuPlace:
         """
         lanes = self._lanes.get(setting) or self.lanes(setting)
         there, here = lanes.comm or main, lanes.compute or main
-        mover, cores = setting.moved_by, setting.cores
         self.stream = here
         do = compute if here == main else functools.partial(self._in_lane, compute, here)
         if there == main:
             value = do()
             if mark:
                 mark(Side.COMPUTE, main)
-            pending = comm.start(mover, stream=main, cores=cores)
+            pending = comm.start(setting.moved_by, stream=main, cores=setting.cores)
             if mark:
                 mark(Side.COMM, main)
             return value, pending
-        if (start := apart_of(comm, mover)) is not None:
-            run = start(main)  # first: if it is refused, no lane waits for anything
+        start = getattr(comm, "start_apart", None) if setting.moved_by is Mover.ENGINES else None  # `apart_of`
+        if start is not None:
+            return self._launch_apart(do, start, main, here, mark)
+        return self._launch_both(do, comm, setting, (main, there, here), mark)
+
+    def _launch_apart(
+        self, do: Callable[[], Any], start: Callable[[int], Run], main: int, here: int, mark: Mark | None
+    ) -> Launched:
+        """Engines in streams of their own: nothing but their end and the computation's is waited for."""
+        run = start(main)  # first: if it is refused, no lane waits for anything
+        try:
             if here != main:
                 self._follow(here, main)
-            try:
-                value = do()
-                if mark:
-                    mark(Side.COMPUTE, here)
-                    mark(Side.COMM, run.stream)
-            finally:  # whoever fails, the caller's stream comes behind what was begun
-                if here != main:
-                    self._follow(main, here)
-                self._driver.stream_wait_event(main, run.event)
-            return value, run
+            value = do()
+            if mark:
+                mark(Side.COMPUTE, here)
+                mark(Side.COMM, run.stream)
+        finally:  # whoever fails, the caller's stream comes behind what was begun
+            self._driver.stream_wait_event(main, run.event)
+            if here != main:
+                self._follow(main, here)
+        return value, run
+
+    def _launch_both(
+        self, do: Callable[[], Any], comm: Communication, setting: Setting, streams: tuple[int, int, int],
+        mark: Mark | None,
+    ) -> Launched:  # fmt: skip
+        """`streams`: the caller's, the communication's, the computation's, which may be the caller's."""
+        main, there, here = streams
+        mover, cores = setting.moved_by, setting.cores
         self._follow(there, main)
         if here != main:
             self._follow(here, main)
@@ -173,15 +188,15 @@ class GpuPlace:
             begun.pending = comm.start(mover, stream=main, cores=cores)
         elif (start := apart_of(comm, mover)) is not None:
             run = begun.pending = start(main)
-            if here != main:
-                self._follow(here, main)
             try:
+                if here != main:
+                    self._follow(here, main)
                 with self.current(here) if here != main else contextlib.nullcontext():
                     yield begun
             finally:
+                self._driver.stream_wait_event(main, run.event)
                 if here != main:
                     self._follow(main, here)
-                self._driver.stream_wait_event(main, run.event)
         else:
             self._follow(there, main)
             if here != main:

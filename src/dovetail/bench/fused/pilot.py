@@ -130,14 +130,11 @@ class Pilot:
         grown = [replace(best, slices=n, first=part) for n, part in self._grown(best.slices, slices)]
         # Which number is best may be another one then: the first slice's rows are not in the kernel's waves.
         whole = [replace(best, slices=number) for number in slices]
-        headed = [replace(each, head=True) for each in (*whole, *grown) if self._is_several(each)]
+        headed = [replace(each, head=True) for each in (*whole, *grown)]
         best = self._best_cut("first slice", [best, *grown, *headed])
         others = [replace(best, layout=layout) for layout in work.layouts[1:]]
         best = self._best_cut("layout and lanes", [best, replace(best, lanes=1), *others])
         return replace(best, tile=self._best_tile("tile of the cut", lambda tile: work.fused(replace(best, tile=tile))))
-
-    def _is_several(self, cut: Cut) -> bool:
-        return len(self._work.cut_slices(cut)) > 1
 
     def _grown(self, number: int, numbers: Sequence[int]) -> list[tuple[int, int]]:
         """(number, part that the first one is) of slices or chunks that grow: so many, or the next fewer."""
@@ -198,7 +195,6 @@ class Pilot:
         found += [work.decomposed(each) for each in self.chunks([tile, cut.tile])]
         found += [work.fused(cut, Role.PICKED), work.as_default()]
         changed = [replace(cut, slices=number) for number in self._slices() if number != cut.slices]
-        changed = [each for each in changed if not each.head or self._is_several(each)]
         changed += [replace(cut, first=1)] if cut.first > 1 else []
         changed += [replace(cut, head=False)] if cut.head else []
         if work.shape.ratio == 1:

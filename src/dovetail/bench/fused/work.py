@@ -26,7 +26,7 @@ from dovetail.hw.gpu.device import Device
 from dovetail.ops.gpu.decomposed import Chunked, How, Rows, Unfused
 from dovetail.ops.gpu.dma import LANES, WORDS_ON_DEVICE
 from dovetail.ops.gpu.exchange import GPU, Buffers, Exchange, Layout, first_rows_of, slice_rows_of
-from dovetail.ops.gpu.tiles import Order, RowTiles, destinations, pieces, row_tiles
+from dovetail.ops.gpu.tiles import Order, RowTiles, row_tiles
 
 #: A forgotten flag ends a run soon: a kernel that is over raises no more.
 TIMEOUT_S = 20.0
@@ -313,11 +313,6 @@ class Work(ABC):
         rows = self.slice_rows(number)
         least = first_rows_of(rows, self._step, first)
         return rows, least if least < rows else None
-
-    def cut_slices(self, cut: Cut) -> list[tuple[int, int, int]]:
-        """(destination, begin, end) of what leaves the GPU."""
-        places = [to for to in destinations(self.exchange.world, GPU, cut.order) if to != GPU]
-        return list(pieces(self.exchange.send, places, *self.cut_rows(cut.slices, cut.first)))
 
     @property
     def _step(self) -> int:

@@ -22,7 +22,7 @@ from dovetail.errors import NotSupported
 from dovetail.hw.capabilities import Capabilities
 from dovetail.hw.gpu.cuda_calls import ANSWERS, CALLS, GREEN, IpcHandle, P
 from dovetail.hw.gpu.driver import WAIT, WRITE, DriverError, EngineQueues, Kind, Memory, Share, SourceOrder, Words
-from dovetail.hw.gpu.green import IDLE_STEP, Green
+from dovetail.hw.gpu.green import Green
 from dovetail.hw.gpu.library import Function, Library
 from dovetail.plan.step import Op
 
@@ -175,7 +175,7 @@ class CudaDriver:
         return self._cuts().step(self._device(device), self._attribute(_CAPABILITY_MAJOR, device))
 
     def idle_step(self, device: int) -> int:
-        return min(IDLE_STEP, self.core_step(device))
+        return self._cuts().idle_step(self._device(device), self._attribute(_CAPABILITY_MAJOR, device))
 
     def split_cores(self, device: int, number: int, *, idle: bool = False) -> tuple[Share, Share]:
         green = self._cuts()

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from ctypes import byref, c_uint, c_uint64
 from types import SimpleNamespace
 
-from dovetail.errors import NotSupported
 from dovetail.hw.gpu.driver import DriverError
 from dovetail.hw.gpu.partition import StreamShare, rounded
 
@@ -54,32 +53,45 @@ class Green:
         """Shares are multiples of so many. `device` is the driver's handle, `capability` its major number."""
         return self._steps(self._whole(device), capability)[1]
 
+    def idle_step(self, device: int, capability: int) -> int:
+        """The same of shares that stay idle. The driver is asked for one: not all cut so few off."""
+        whole = self._whole(device)
+        step = self._steps(whole, capability)[1]
+        if step <= IDLE_STEP:
+            return step
+        try:
+            self._cut(whole, IDLE_STEP, _ANY_PLACE)
+        except DriverError:
+            return step
+        return IDLE_STEP
+
     def split(
         self, device: int, capability: int, number: int, *, idle: bool = False
     ) -> tuple[StreamShare, StreamShare]:
         """`Driver.split_cores`."""
-        whole, taken, rest, groups = self._whole(device), _resource(), _resource(), c_uint(1)
+        whole = self._whole(device)
         least, step = self._steps(whole, capability)
-        finer = min(IDLE_STEP, step) if idle else step
-        count = rounded(number, whole[_COUNT], least=finer if idle else least, step=finer)
-        flags = _ANY_PLACE if count < least or count % step else 0
-        name = "cuDevSmResourceSplitByCount"
-        try:
-            self._call.cuDevSmResourceSplitByCount(taken, byref(groups), whole, rest, flags, count)
-        except DriverError as error:
-            if flags:
-                raise NotSupported(f"this driver keeps no {count} multiprocessors idle: {error}") from error
-            raise
-        if idle and taken[_COUNT] != count:
-            raise NotSupported(f"this driver keeps {taken[_COUNT]} multiprocessors idle, not {count}")
-        if groups.value != 1 or rest[_TYPE] != _MULTIPROCESSORS or not rest[_COUNT]:
-            raise DriverError(f"{name} did not cut {count} of {whole[_COUNT]} multiprocessors off", call=name, code=0)
+        usual = step
+        if idle and (finer := self.idle_step(device, capability)) < step:
+            least = step = finer
+        count = rounded(number, whole[_COUNT], least=least, step=step)
+        taken, rest = self._cut(whole, count, _ANY_PLACE if count % usual else 0)
         first = self._share(device, taken)
         try:
             return first, self._share(device, rest)
         except BaseException:
             first.close()
             raise
+
+    def _cut(self, whole: Resource, count: int, flags: int) -> tuple[Resource, Resource]:
+        """So many, and the others."""
+        taken, rest, groups = _resource(), _resource(), c_uint(1)
+        name = "cuDevSmResourceSplitByCount"
+        self._call.cuDevSmResourceSplitByCount(taken, byref(groups), whole, rest, flags, count)
+        others = flags and taken[_COUNT] != count
+        if others or groups.value != 1 or rest[_TYPE] != _MULTIPROCESSORS or not rest[_COUNT]:
+            raise DriverError(f"{name} did not cut {count} of {whole[_COUNT]} multiprocessors off", call=name, code=0)
+        return taken, rest
 
     def _whole(self, device: int) -> Resource:
         """All multiprocessors that the process may use."""

@@ -11,6 +11,7 @@ is there when the GPU has as large a part of its own), others have everything re
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -132,11 +133,12 @@ class SlicedRun:
                 self._error = error
             raise
 
-    def refuse(self, stream: int) -> None:
-        """Raises what `start` does before it launches anything."""
+    def refuse(self, stream: int, error: BaseException | None = None) -> None:
+        """Raises what `start` does before it launches anything; `error`: of an earlier run, besides its own."""
         self._device.enter()
-        if self._error is not None:
-            raise DovetailError(f"an earlier run was not issued as a whole: {self._error!r}") from self._error
+        error = error or self._error
+        if error is not None:
+            raise DovetailError(f"an earlier run was not issued as a whole: {error!r}") from error
         if self._device.driver.stream_capturing(stream):
             raise NotSupported("the stream is capturing a graph: copies behind flags would be lost. Run it outside")
 
@@ -167,6 +169,7 @@ class Headed:
         """`tiles`: the table of all slices; see `Exchange.headed`."""
         plan, rest = exchange.headed(tiles, pace=pace, lanes=lanes)
         self._device = device
+        self._error: BaseException | None = None
         self._early: GpuTicket | None = None
         self._runner = LocalRunner(
             device, plan, host_ranks=exchange.peers, timeout_s=timeout_s, most_streams=2 * lanes
@@ -183,12 +186,16 @@ class Headed:
 
     def start(self, first: Callable[[], object], compute: Sliced, stream: int) -> Tickets:
         """`first` launches the first slice into the raw stream, torch's current one; then as `SlicedRun.start`."""
-        self.rest.refuse(stream)
+        self.rest.refuse(stream, self._error)
         driver, before = self._device.driver, self._early
         if before is not None and not before.is_over():
             driver.stream_wait_event(stream, before.event)  # its copies still read what is computed anew
         first()
-        early = self._early = self._head.submit(after=stream, joins=False)
+        try:
+            early = self._early = self._head.submit(after=stream, joins=False)
+        except BaseException as error:
+            self._error = error  # some of its copies may be under way: there is no other run after it
+            raise
         try:
             return Tickets(early, self.rest.start(compute, stream))
         finally:
@@ -196,8 +203,10 @@ class Headed:
 
     def close(self) -> None:
         """Waits for the last run. Safe to call twice."""
-        self.rest.close()
-        self._runner.close()
+        try:
+            self.rest.close()
+        finally:
+            self._runner.close()
 
 
 class Tickets(NamedTuple):
@@ -208,8 +217,11 @@ class Tickets(NamedTuple):
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Blocks the host until both are over; raises the error of either."""
-        self.first.wait(timeout_s)
-        self.rest.wait(timeout_s)
+        begin = time.monotonic()
+        try:
+            self.first.wait(timeout_s)
+        finally:
+            self.rest.wait(None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - begin)))
 
     def is_over(self) -> bool:
         """True once all of it is done, well or not."""
@@ -251,14 +263,14 @@ class DmaGemm:
         every = _cut(exchange, height, slice_rows, first_rows, order)
         self.tiles = across(every, height)
         self.y = buffers.y[GPU][: exchange.y_bytes(GPU)].view(dtype).view(self.M, self.N)
-        self._first = (int(every.slices[0, FIRST]), int(every.slices[0, END])) if head else (0, 0)
         self._operands: tuple[torch.Tensor, torch.Tensor] | None = None
+        by_us = across(behind(every, 1), height) if head else self.tiles
+        self.kernel = GemmLaunch(by_us, self.N, self.K, cores, self.y.device, blocks=self.blocks, split=split)
         self.run = _run_of(
             device, buffers, self.tiles, head, pace=pace, timeout_s=timeout_s, lanes=lanes,
             words_on_device=words_on_device,
         )  # fmt: skip
-        by_us = across(behind(every, 1), height) if head else self.tiles
-        self.kernel = GemmLaunch(by_us, self.N, self.K, cores, self.y.device, blocks=self.blocks, split=split)
+        self._first = (int(every.slices[0, FIRST]), int(every.slices[0, END])) if head else (0, 0)
 
     def start(self, x: torch.Tensor, w: torch.Tensor, stream: int) -> GpuTicket | Tickets:
         """Puts it all into the raw stream, torch's current one, and returns. `y` and the peers' outputs are written."""
@@ -282,7 +294,8 @@ class DmaGemm:
         assert self._operands is not None
         (x, w), (begin, end) = self._operands, self._first
         if end > begin:
-            torch.mm(x[begin:end], w.t(), out=self.y[begin:end])
+            with torch.no_grad():  # w may be a parameter
+                torch.mm(x[begin:end], w.t(), out=self.y[begin:end])
 
     def _check(self, x: torch.Tensor, w: torch.Tensor) -> None:
         for name, given, shape in (("x", x, (self.M, self.K)), ("w", w, (self.N, self.K))):
@@ -371,14 +384,14 @@ class DmaEmbedding:
         cores = device.driver.num_multiprocessors(device.index)
         self._bags: tuple[torch.Tensor, torch.Tensor] | None = None
         self._kept = exchange.send[GPU]
-        self.run = _run_of(
-            device, buffers, self.tiles, head, pace=pace, timeout_s=timeout_s, lanes=lanes,
-            words_on_device=words_on_device,
-        )  # fmt: skip
         launches = [one_slice(self.tiles, 0), behind(self.tiles, 1)] if head else [self.tiles]
         *self._head, self.kernel = [
             BagLaunch(tiles, weights, self.B, cores, self.y.device, mode=mode, shape=self.shape) for tiles in launches
         ]
+        self.run = _run_of(
+            device, buffers, self.tiles, head, pace=pace, timeout_s=timeout_s, lanes=lanes,
+            words_on_device=words_on_device,
+        )  # fmt: skip
         self._placing = Placing(device, buffers)
 
     def start(self, values: torch.Tensor, offsets: torch.Tensor, stream: int) -> GpuTicket | Tickets:

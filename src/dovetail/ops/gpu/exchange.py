@@ -185,8 +185,10 @@ class Exchange:
         """`sliced` in two plans: the first slice without a flag, for a run that begins when it is there; all others.
 
         Raises:
-            ValueError: the first slice is the only one, or stays on the GPU.
+            ValueError: the first slice is the only one, or stays on the GPU; or peers that do not wait for it.
         """
+        if Pace(pace) is not Pace.STEP:
+            raise ValueError("with a first slice of its own peers are in step with the GPU: both runs begin behind it")
         leaving, arriving, follows = self.slices(tiles, pace)
         if len(leaving) < 2 or leaving[0].destination == GPU:
             raise ValueError("a first slice of its own must leave the GPU, and others follow it")
@@ -194,8 +196,7 @@ class Exchange:
         late, after = arriving[len(early) :], [k - 1 for k in follows if k]
         head = self._plan([leaving[0], *early], {}, ready=frozenset(range(self.world)), lanes=lanes)
         words = {len(leaving) - 1 + n: k for n, k in enumerate(after)}
-        ready = frozenset() if follows else self.peers
-        return head, self._plan([*leaving[1:], *late], words, ready=ready, lanes=lanes, first_lane=1)
+        return head, self._plan([*leaving[1:], *late], words, ready=frozenset(), lanes=lanes, first_lane=1)
 
     def whole(self, *, lanes: int = 1, slice_rows: int | None = None) -> Plan:
         """The same bytes without a flag; `y` is there when the run begins.
