@@ -25,19 +25,11 @@ from dovetail.hw.gpu.local import LocalRunner
 from dovetail.hw.gpu.words import VALUE_BITS
 from dovetail.ops.gpu import dma, launch
 from dovetail.ops.gpu.decomposed import Chunked, How, Unfused, kernel_rows
-from dovetail.ops.gpu.dma import (
-    DmaEmbedding,
-    DmaGemm,
-    Flags,
-    Headed,
-    SlicedRun,
-    Tickets,
-    embedding_exchange,
-    gemm_exchange,
-)
+from dovetail.ops.gpu.dma import DmaEmbedding, DmaGemm, embedding_exchange, gemm_exchange
 from dovetail.ops.gpu.exchange import Buffers, Exchange, Layout, Pace, slice_rows_of
 from dovetail.ops.gpu.launch import GemmLaunch, SplitK, parts_of, resident
 from dovetail.ops.gpu.place import Placing, _item, side_by_side
+from dovetail.ops.gpu.released import Flags, Headed, SlicedRun, Tickets
 from dovetail.ops.gpu.tiles import Blocks, RowTiles, behind, row_tiles
 from dovetail.plan import Op, Plan, SignalKind, passes
 from dovetail.plan.check import check
@@ -450,7 +442,7 @@ def test_what_can_not_be_launched_leaves_no_run(
     device: Device, heaps: dict[str, Heap], monkeypatch: pytest.MonkeyPatch, head: bool
 ) -> None:
     made: list[Any] = []
-    monkeypatch.setattr(dma, "_run_of", lambda *_, **__: made.append(1))
+    monkeypatch.setattr(dma, "run_of", lambda *_, **__: made.append(1))
     exchange = gemm_exchange((34, 8), (16, 8), torch.float32, (16, 18), (16, 10))
     with pytest.raises(ValueError, match="bogus"):
         DmaGemm(device, buffers_of(exchange, heaps), (34, 8), (16, 8), torch.float32, head=head, split="bogus")

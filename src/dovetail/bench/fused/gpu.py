@@ -23,8 +23,9 @@ from dovetail.bench.fused.spec import Shape, Spec
 from dovetail.bench.fused.work import WORDS, Contender, Work
 from dovetail.bench.gpu.session import Arena, Session, pages
 from dovetail.errors import HardwareError
-from dovetail.ops.gpu.dma import LANES, WORDS_ON_DEVICE, DmaGemm, gemm_exchange
+from dovetail.ops.gpu.dma import DmaGemm, gemm_exchange
 from dovetail.ops.gpu.exchange import Buffers, Exchange, Pace
+from dovetail.ops.gpu.released import LANES, WORDS_ON_DEVICE
 
 
 class Measured(NamedTuple):

@@ -24,8 +24,8 @@ from dovetail.bench.fused.rows import Kind, Role
 from dovetail.bench.fused.spec import TILE_ROWS, Op, Shape, Spec
 from dovetail.hw.gpu.device import Device
 from dovetail.ops.gpu.decomposed import Chunked, How, Rows, Unfused
-from dovetail.ops.gpu.dma import LANES, WORDS_ON_DEVICE
 from dovetail.ops.gpu.exchange import GPU, Buffers, Exchange, Layout, first_rows_of, slice_rows_of
+from dovetail.ops.gpu.released import LANES, WORDS_ON_DEVICE
 from dovetail.ops.gpu.tiles import Order, RowTiles, row_tiles
 
 #: A forgotten flag ends a run soon: a kernel that is over raises no more.

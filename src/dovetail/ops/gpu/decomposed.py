@@ -20,9 +20,9 @@ from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.driver import WORD, WRITE
 from dovetail.hw.gpu.local import LocalRunner, address_of
 from dovetail.hw.gpu.ticket import GpuTicket
-from dovetail.ops.gpu.dma import LANES, WORDS_ON_DEVICE, Flags, SlicedRun
 from dovetail.ops.gpu.exchange import GPU, Buffers, Pace
 from dovetail.ops.gpu.place import Placing
+from dovetail.ops.gpu.released import LANES, WORDS_ON_DEVICE, Flags, SlicedRun
 from dovetail.ops.gpu.tiles import END, FIRST, Order, RowTiles, one_slice, row_tiles
 from dovetail.plan.build.sliced import Slice
 
