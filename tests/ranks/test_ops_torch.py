@@ -540,7 +540,9 @@ def test_explained_and_counted(pools: Any, world: int) -> None:
             one = [torch.zeros(1, dtype=torch.int64), torch.tensor([0, 1, 1])]
             assert fused.explain("embedding_all_to_all", [w], *one).transport == "store"
             assert fused.explain("embedding_all_to_all", [w], one[0], lengths=torch.tensor([1, 0])).transport == "store"
-            with pytest.raises(ValueError, match="no operator 'gemm'"):
+            with pytest.raises(TypeError, match="gemv_all_reduce takes x and w, of which 1 came"):
+                fused.explain("gemv_all_reduce", torch.zeros(2, 4))
+            with pytest.raises(ValueError, match="there are the operators gemm_all_to_all, gemv.* not 'gemm'"):
                 fused.explain("gemm", x, w)
 
     pools.get(world).run(job)

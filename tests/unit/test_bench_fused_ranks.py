@@ -161,13 +161,13 @@ def test_verdict_takes_the_best_transport_and_counts_losses() -> None:
     ]
     found = {text: holds for holds, text in verdict.verdict(rows)}
     over_gloo, over_ours, mean, least = found
-    assert over_gloo.startswith("gemm_all_to_all: best transport 2.00x over gloo on the mean of 2, wanted 1.3")
-    assert over_ours.startswith(f"gemm_all_to_all: best transport {math.sqrt(1.25 / 1.1):.2f}x over torch+ours")
+    assert over_gloo.startswith("gemm_all_to_all: best transport 2.000x over gloo on the mean of 2, wanted 1.3")
+    assert over_ours.startswith(f"gemm_all_to_all: best transport {math.sqrt(1.25 / 1.1):.3f}x over torch+ours")
     assert "auto 0.95x over unfused on the mean" in mean
     assert "auto at least 0.91x (128x1024x32 float32), wanted 0.95; below 0.95 at 1 of 2: 128x1024x32 float32" in least
     assert list(found.values()) == [True, True, False, False]
     (loss,) = verdict.losses(rows)
-    assert loss == "gemm_all_to_all: best transport behind torch+ours at 1 of 2: 128x1024x32 float32 0.91"
+    assert loss == "gemm_all_to_all: best transport behind torch+ours at 1 of 2: 128x1024x32 float32 0.909"
 
 
 def test_verdict_tells_dtypes_apart_and_wrong_ones_have_no_time() -> None:
@@ -192,8 +192,8 @@ def test_fbgemm_has_its_lines_where_it_ran() -> None:
     times = {"unfused": 100.0, "store": 50.0, "fbgemm+gloo": 150.0, "fbgemm+ours": 75.0}
     found = verdict.fbgemm([row(op=grid.EMBEDDING, **times), row(op=grid.EMBEDDING, unfused=100, store=50)])
     assert found == [
-        "embedding_all_to_all: best transport 3.00x over fbgemm+gloo on the mean of 1",
-        "embedding_all_to_all: best transport 1.50x over fbgemm+ours on the mean of 1",
+        "embedding_all_to_all: best transport 3.000x over fbgemm+gloo on the mean of 1",
+        "embedding_all_to_all: best transport 1.500x over fbgemm+ours on the mean of 1",
     ]
 
 

@@ -4,6 +4,8 @@ times, choices. HIP has no stream with both a mask and a priority: what is refus
 from __future__ import annotations
 
 import ctypes
+import functools
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -21,7 +23,19 @@ from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.driver import WAIT, WORD, SourceOrder, Words
 from dovetail.hw.gpu.heap import Heap
 from dovetail.hw.gpu.hip import HipDriver
-from dovetail.overlap import Call, Load, LocalCommunication, Mover, Runtime, Setting, Strategy, Traffic, policy, trials
+from dovetail.overlap import (
+    Call,
+    Load,
+    LocalCommunication,
+    Mover,
+    Runtime,
+    Setting,
+    Strategy,
+    Traffic,
+    policy,
+    tasks,
+    trials,
+)
 from dovetail.overlap.gpu import GpuPlace
 from dovetail.overlap.runtime import ROUNDS_BEFORE_KEPT
 from dovetail.overlap.tables import BySize, Tables
@@ -752,6 +766,70 @@ def test_what_is_no_communication(two: Two, runtime: Runtime) -> None:
         runtime.run(lambda: None, lambda: None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="auto chooses them"):
         runtime.run(lambda: None, two.comm, cores=4)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"flops": None}, {"flops": "1e9"}, {"flops": -1.0}, {"flops": float("nan")}, {"flops": float("inf")},
+        {"size_bytes": -1}, {"groups": -1}, {"launches": 0},
+    ],
+)  # fmt: skip
+def test_hints_that_can_not_be(two: Two, runtime: Runtime, wrong: dict[str, Any]) -> None:
+    """Refused before anything is launched, whether or not there are tables; what else the field may have is said."""
+    ran: list[int] = []
+    (name, value), *_ = wrong.items()
+    with pytest.raises(ValueError, match=re.escape(f"Load({name}={value!r}): it must be a number")):
+        runtime.run(Call(lambda: ran.append(1), Load(**wrong)), two.comm)
+    assert not ran
+    with pytest.raises(TypeError, match=r"is text, not 1000000000000.0; say which field: Load\(flops=...\)"):
+        runtime.run(Call(lambda: ran.append(1), Load(1e12)), two.comm)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="is an overlap.Load, not dict"):
+        Call(lambda: None, {"flops": 1e9})  # type: ignore[arg-type]
+    assert not ran
+
+
+@pytest.mark.parametrize("cores", [-1, 1000, 1.5, True, "8"])
+def test_cores_that_can_not_be(two: Two, runtime: Runtime, cores: Any) -> None:
+    with pytest.raises(ValueError, match=f"cores: a number from 0 to {two.place.num_cores - 1}, not "):
+        runtime.run(lambda: None, two.comm, "streams", cores=cores)
+    with pytest.raises(ValueError, match="auto chooses them"), runtime.beside(two.comm, cores=cores):
+        pass
+    with pytest.raises(ValueError, match="dma takes none"):
+        runtime.run(lambda: None, two.comm, "dma", cores=8)
+
+
+def test_the_reason_is_that_of_what_ran(two: Two, runtime: Runtime) -> None:
+    """Also while settings are tried in turn."""
+    pair = Call(lambda: None, Load(name="tried"))
+    chosen, *others = [runtime.run(pair, two.comm) for _ in range(3)]
+    assert not chosen.reason.startswith("on trial")
+    for outcome in others:
+        assert outcome.setting != chosen.setting
+        assert outcome.reason.startswith("on trial: ")
+        assert f"so far {chosen.setting}: " in outcome.reason
+        assert str(outcome.setting) in outcome.reason
+    found = runtime.explain(pair, two.comm)
+    assert repr(found) == f"Ranking({found.choice}: {found.reason})"
+
+
+def test_callables_that_compute_something_else_have_another_name(two: Two) -> None:
+    """The same on every rank: nothing of it is an address."""
+    small, large = torch.zeros(4, 4), torch.zeros(8, 8)
+    given: list[Any] = [
+        functools.partial(torch.mm, small, small), functools.partial(torch.mm, large, large),
+        functools.partial(torch.mm, small, mat2=small), functools.partial(round, 1.5, 2), functools.partial(round, 1.5),
+        torch.nn.Linear(4, 4), torch.nn.Linear(4, 8), functools.partial(torch.nn.Linear(4, 8), small),
+        lambda: None, nothing, two.computation,
+    ]  # fmt: skip
+    names = [tasks.computation(each)[1].name for each in given]
+    assert len(set(names)) == len(names)
+    assert names == [tasks.computation(each)[1].name for each in given]
+    assert tasks.computation(torch.nn.Linear(4, 8))[1].name == names[6]
+    assert "0x" not in "".join(names)
+
+
+def nothing() -> None: ...
 
 
 def test_two_lambdas_of_one_function_are_two_computations(two: Two) -> None:

@@ -216,6 +216,11 @@ def check(group: Any = None, *, synchronize: bool = False) -> None:
     run.check(named(name_of(group)), synchronize=synchronize)
 
 
+#: What each operator takes at least.
+_TWO = dict.fromkeys(("gemm_all_to_all", "gemv_all_reduce", "all_gather_matmul", "matmul_reduce_scatter"), "x and w")
+_TWO["embedding_all_to_all"] = "weights and values"
+
+
 def explain(op: str, *arguments: Any, group: Any = None, transport: str = AUTO, **keywords: Any) -> Choice:
     """What a call would run and why, without running it: `explain("gemm_all_to_all", x, w)`. Other ranks take no
     part."""
@@ -223,6 +228,8 @@ def explain(op: str, *arguments: Any, group: Any = None, transport: str = AUTO, 
     from dovetail.ops.run import backend_of_call
 
     ranks = named(name_of(group))
+    if op in _TWO and len(arguments) < 2:
+        raise TypeError(f"{op} takes {_TWO[op]}, of which {len(arguments)} came")
     if op == "gemm_all_to_all":
         x, w, *splits = arguments
         given = [*splits, None, None][:2]
@@ -235,8 +242,8 @@ def explain(op: str, *arguments: Any, group: Any = None, transport: str = AUTO, 
             weights, values, offsets, keywords.get("lengths"), None, keywords.get("mode", "sum"),
             keywords.get("per_sample_weights"), ranks.size,
         )  # fmt: skip
-    elif op in ("gemv_all_reduce", "all_gather_matmul", "matmul_reduce_scatter"):
+    elif op in _TWO:
         call = getattr(calls, op)(*arguments, ranks.size)
     else:
-        raise ValueError(f"no operator {op!r}")
+        raise ValueError(f"there are the operators {', '.join(_TWO)}, not {op!r}")
     return transport_for(ranks, call, transport, backend_of_call(call))

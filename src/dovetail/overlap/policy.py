@@ -49,6 +49,9 @@ class Ranking(NamedTuple):
     words: Callable[[], str]  #: makes the reason
     estimates: Callable[[], tuple[Prediction, ...]] = tuple
 
+    def __repr__(self) -> str:
+        return f"Ranking({self.choice}: {self.reason})"
+
     @property
     def choice(self) -> Setting:
         """The one to run."""

@@ -9,6 +9,7 @@ events and are read when they are there: nothing is waited for.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -28,7 +29,17 @@ from dovetail.overlap.cpu import CpuPlace
 from dovetail.overlap.gpu import GpuPlace
 from dovetail.overlap.strategy import ALL, AUTO, BY_ENGINES, PARTITIONED, Setting, Strategy, named
 from dovetail.overlap.tables import Tables
-from dovetail.overlap.tasks import Communication, Computation, Load, Mover, Pending, Traffic, check, computation
+from dovetail.overlap.tasks import (
+    Communication,
+    Computation,
+    Load,
+    Mover,
+    Pending,
+    Traffic,
+    check,
+    check_load,
+    computation,
+)
 from dovetail.overlap.trials import ROUNDS, Trials
 
 logger = logging.getLogger(__name__)
@@ -85,6 +96,16 @@ def _forced() -> str:
     return "asked for"
 
 
+def _on_trial(pair: _Pair) -> str:
+    others = ", ".join(map(str, pair.trials.settings))
+    return f"on trial: {others} are run in turn, {ROUNDS} times each; so far {pair.trials.kept}: {pair.why()}"
+
+
+def _refuse(cores: int) -> None:
+    if cores:
+        raise ValueError("cores: auto chooses them; name a strategy to choose them yourself")
+
+
 def _disabled() -> str:
     return "DOVETAIL_DISABLE is set"
 
@@ -121,7 +142,7 @@ class Runtime:
             value, pending = self.place.launch(compute, comm, setting, main)
             return Outcome(value, setting, _forced, pending)
         if cores:
-            raise ValueError("cores: auto chooses them; name a strategy to choose them yourself")
+            _refuse(cores)
         setting, why, timed = self._chosen(load, comm, main)
         if timed is None:
             value, pending = self.place.launch(compute, comm, setting, main)
@@ -143,6 +164,7 @@ class Runtime:
         if strategy != AUTO:
             setting, why, timed = self.forced(comm, strategy, cores), _forced, None
         else:
+            _refuse(cores)
             setting, why, timed = self._chosen(Load(name=name), comm, main)
         clock = self._timed(timed, setting, main) if timed is not None else contextlib.nullcontext()
         outcome = Outcome(None, setting, why)
@@ -160,8 +182,10 @@ class Runtime:
         wanted = named(strategy)
         if wanted is Strategy.FUSED:
             raise NotSupported("fused is for operators that have it: dovetail.ops")
-        if not 0 <= cores < self.place.num_cores:
-            raise ValueError(f"cores: {cores} of {self.place.num_cores} can't be given away")
+        if type(cores) is not int or not 0 <= cores < self.place.num_cores:
+            raise ValueError(f"cores: a number from 0 to {self.place.num_cores - 1}, not {cores!r}")
+        if cores and wanted is Strategy.DMA:
+            raise ValueError("cores: dma takes none; dma+partition keeps some idle")
         if wanted in PARTITIONED:
             if not self.place.has_partition:
                 raise NotSupported(f"{wanted}: the cores of this {self.place.backend} can't be shared out")
@@ -243,12 +267,14 @@ class Runtime:
             ranking, _ = self._estimate(load, comm)
             return next(s for s in ranking.order if s.strategy not in PARTITIONED), ranking.words, None
         if pair is None:
+            check_load(load)
             pair = self._new(load, comm)
             while len(pairs) >= _MOST_PAIRS:
                 pairs.pop(next(iter(pairs)))
             pairs[key] = pair
         setting = self._next(pair, comm)
-        return setting, pair.why, pair if pair.trials.wants_time else None
+        why = pair.why if setting is pair.trials.kept else functools.partial(_on_trial, pair)
+        return setting, why, pair if pair.trials.wants_time else None
 
     def _new(self, load: Load, comm: Communication) -> _Pair:
         ranking, wanted = self._estimate(load, comm)
@@ -440,7 +466,11 @@ os.register_at_fork(after_in_child=_drop_after_fork)
 
 
 def explain(compute: Computation | Callable[[], Any] | None, comm: Communication) -> policy.Ranking:
-    """What `auto` would choose for a pair that is new, and why; nothing runs. None: a computation of unknown length."""
+    """What `auto` would choose for a pair that is new, and why; nothing runs. None: a computation of unknown length.
+
+    `.choice` is the setting, `.reason` says why, `.predictions` has the estimates.
+    """
+    check(comm)
     return runtime(comm.device).explain(compute, comm)
 
 

@@ -62,4 +62,5 @@ def named(text: str) -> Strategy:
     try:
         return Strategy(text)
     except ValueError:
-        raise ValueError(f"there are the strategies {', '.join(ALL)}, not {text!r}") from None
+        every = ", ".join(strategy for strategy in ALL if strategy is not Strategy.FUSED)  # an operator's own
+        raise ValueError(f"there are the strategies {every}, not {text!r}") from None

@@ -7,6 +7,10 @@ none, the stream is 0 and a call runs on the calling thread.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -150,6 +154,10 @@ class Call:
     function: Callable[[], Any]
     load: Load = field(default_factory=Load)
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.load, Load):
+            raise TypeError(f"what is known of a computation is an overlap.Load, not {type(self.load).__name__}")
+
     def __call__(self) -> Any:
         """Calls it."""
         return self.function()
@@ -162,11 +170,56 @@ def computation(given: Computation | Callable[[], Any]) -> tuple[Computation, Lo
         return given, load  # type: ignore[return-value]
     if not callable(given):
         raise TypeError(f"a computation is something to be called without arguments, not {type(given).__name__}")
-    name = getattr(given, "__qualname__", type(given).__qualname__)
-    code = getattr(given, "__code__", None)  # of two lambdas in one function, each has a line of its own
-    where = f"{code.co_filename}:{code.co_firstlineno}" if code else getattr(given, "__module__", "")
-    load = Load(name=f"{where} {name}")
+    load = Load(name=_name(given))
     return Call(given, load), load
+
+
+_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # of what takes long to describe
+
+
+def _name(given: Any) -> str:
+    """Of a callable: the same on every rank, and another one for what computes something else, as far as that shows.
+
+    Of a function its place; of a `partial` also what its arguments are; of a module its class and how many parameters.
+    """
+    if (code := getattr(given, "__code__", None)) is not None:  # of two lambdas, each has a line of its own
+        return f"{code.co_filename}:{code.co_firstlineno} {getattr(given, '__qualname__', '')}"
+    if isinstance(given, functools.partial):
+        every = [*map(_argument, given.args), *(f"{key}={_argument(of)}" for key, of in given.keywords.items())]
+        return f"{_name(given.func)}({', '.join(every)})"
+    name = f"{getattr(given, '__module__', '')} {getattr(given, '__qualname__', type(given).__qualname__)}"
+    parameters = getattr(given, "parameters", None)
+    if not callable(parameters):
+        return name
+    try:
+        return _names[given]
+    except (KeyError, TypeError):  # new, or nothing that a dict takes
+        name = f"{name} of {sum(p.numel() for p in parameters())} parameters"
+    with contextlib.suppress(TypeError):
+        _names[given] = name
+    return name
+
+
+def _argument(of: Any) -> str:
+    """Numbers and texts as they are, tensors by their shape, all else by its type."""
+    if isinstance(of, (int, float, str)):
+        return repr(of)
+    shape = getattr(of, "shape", None)
+    return type(of).__qualname__ if shape is None else f"{getattr(of, 'dtype', '')}{list(shape)}"
+
+
+def check_load(load: Load) -> None:
+    """ValueError or TypeError for what can't be known of a computation: asked when a pair is new."""
+    if not isinstance(load.name, str):
+        raise TypeError(f"the name of a computation is text, not {load.name!r}; say which field: Load(flops=...)")
+    for field_name in ("flops", "size_bytes", "groups", "launches"):
+        value, least = getattr(load, field_name), int(field_name == "launches")
+        try:
+            right = least <= value < math.inf
+        except TypeError:
+            right = False
+        if not right:
+            raise ValueError(f"Load({field_name}={value!r}): it must be a number, {least} or more")
 
 
 def check(comm: Any) -> None:

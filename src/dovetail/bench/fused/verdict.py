@@ -49,7 +49,7 @@ def verdict(rows: Sequence[Row]) -> list[tuple[bool, str]]:
         for over, bar in (("gloo", OVER_GLOO), ("torch+ours", OVER_OURS)):
             if ratios := _speedups(mine, over):
                 mean = geometric_mean(ratios)
-                text = f"{op}: best transport {mean:.2f}x over {over} on the mean of {len(ratios)}, wanted {bar:g}"
+                text = f"{op}: best transport {mean:.3f}x over {over} on the mean of {len(ratios)}, wanted {bar:g}"
                 found.append((mean >= bar, text + _by_dtype(mine, over)))
         found += _auto(op, mine)
     return found
@@ -88,7 +88,7 @@ def losses(rows: Sequence[Row]) -> list[str]:
             mine = [row for row in shapes(rows) if row["op"] == op]
             slower = [(row, ratio) for row in mine if (ratio := speedup(row, best(row), over)) and ratio < 1]
             if slower:
-                places = "; ".join(f"{_name(row)} {ratio:.2f}" for row, ratio in slower)
+                places = "; ".join(f"{_name(row)} {ratio:.3f}" for row, ratio in slower)
                 found.append(f"{op}: best transport behind {over} at {len(slower)} of {len(mine)}: {places}")
     return found
 
@@ -99,7 +99,7 @@ def fbgemm(rows: Sequence[Row]) -> list[str]:
     for name in ("fbgemm+gloo", "fbgemm+ours"):
         if ratios := _speedups(shapes(rows), name):
             mean = geometric_mean(ratios)
-            found.append(f"embedding_all_to_all: best transport {mean:.2f}x over {name} on the mean of {len(ratios)}")
+            found.append(f"embedding_all_to_all: best transport {mean:.3f}x over {name} on the mean of {len(ratios)}")
     return found
 
 

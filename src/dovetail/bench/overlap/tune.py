@@ -431,10 +431,16 @@ def lines(found: Tables) -> list[str]:
     for strategy in dict.fromkeys(row.strategy for row in found.beside):
         mine = [row for row in found.beside if row.strategy is strategy]
         compute, comm = (median(getattr(row, f"{side}_slowdown") for row in mine) for side in ("compute", "comm"))
-        shown.append(f"{strategy}, while both run: computation x{compute:.2f}, communication x{comm:.2f} (medians)")
+        slower = f"computation {_times(compute)}, communication {_times(comm)}"
+        shown.append(f"{strategy}, while both run: {slower} (medians)")
     if found.joules_per_gb:
         shown.append("joules for a GB: " + ", ".join(f"{mover} {j:.3g}" for mover, j in found.joules_per_gb.items()))
     return shown
+
+
+def _times(slowdown: float) -> str:
+    """``x1.05``; one that waited until the other was over has no figure."""
+    return f"x{slowdown:.2f}" if slowdown < MOST_SLOWDOWN else f"x{MOST_SLOWDOWN:.0f} or more"
 
 
 def save(found: Tables, backend: str) -> Path:
