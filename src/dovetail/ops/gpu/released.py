@@ -17,7 +17,7 @@ from dovetail.errors import DovetailError, NotSupported
 from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.local import LocalRunner
 from dovetail.hw.gpu.ticket import GpuTicket
-from dovetail.ops.gpu.exchange import Buffers, Exchange, Pace
+from dovetail.ops.gpu.exchange import Buffers, Pace
 from dovetail.ops.gpu.tiles import RowTiles
 from dovetail.plan.plan import Plan
 
@@ -146,10 +146,11 @@ class Headed:
     """
 
     def __init__(
-        self, device: Device, exchange: Exchange, tiles: RowTiles, buffers: Buffers, *, pace: Pace | str,
+        self, device: Device, tiles: RowTiles, buffers: Buffers, *, pace: Pace | str,
         timeout_s: float | None, lanes: int, words_on_device: bool,
     ) -> None:  # fmt: skip
         """`tiles`: the table of all slices; see `Exchange.headed`."""
+        exchange = buffers.exchange
         plan, rest = exchange.headed(tiles, pace=pace, lanes=lanes)
         self._device = device
         self._error: BaseException | None = None
@@ -219,9 +220,8 @@ def run_of(
     exchange = buffers.exchange
     if head:
         return Headed(
-            device, exchange, tiles, buffers, pace=pace, timeout_s=timeout_s, lanes=lanes,
-            words_on_device=words_on_device,
-        )  # fmt: skip
+            device, tiles, buffers, pace=pace, timeout_s=timeout_s, lanes=lanes, words_on_device=words_on_device
+        )
     plan = exchange.sliced(tiles, pace=pace, lanes=lanes)
     return SlicedRun(
         device, plan, buffers.of(plan), host_ranks=exchange.peers, timeout_s=timeout_s, lanes=lanes,
