@@ -49,6 +49,7 @@ from .slicelib import (
 
 __all__ = ["control", "device", "heaps"]  # fixtures
 
+
 def is_finished(buffers: Buffers) -> bool:
     """Every byte of the GPU's output [samples, all columns], put together another way."""
     e, y = buffers.exchange, buffers.y
