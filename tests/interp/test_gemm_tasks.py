@@ -19,10 +19,12 @@ SHAPES = [
     ((5, 30, 20, 3), 7, 95, (3, 1, 2, 1), 20),
     ((16, 17), 40, 160, (4,), 16),  # parts of one and of two steps
     ((16, 7, 19, 20), 40, 160, (1,), 16),
+    ((21, 0, 40), 50, 72, (1,), 24),
+    ((32, 64), 64, 128, (1,), 32),
 ]
 ON_THE_WAY = [SHAPES[0], SHAPES[3]]  #: those that are also looked at program by program
-#: With tiles that have rows of two slices, or none such.
-FORMS = ((torch.float32, True), (torch.bfloat16, False))
+#: With tiles that have rows of two slices, or none such; loads by tensor descriptors, where rows are 16 bytes apart.
+FORMS = ((torch.float32, True, 0), (torch.bfloat16, False, 2), (torch.bfloat16, True, 2))
 MUTATIONS = ("early", "flags", "missing", "across")
 RUNS = 2
 
@@ -30,7 +32,7 @@ RUNS = 2
 def test_parts_are_the_product(need: Callable[[str, object], None]) -> None:
     need("triton", importlib.util.find_spec("triton"))
     number = len(SHAPES) * len(FORMS) + 2 * len(ON_THE_WAY)
-    wanted = ["right"] * number + ["found"] * len(MUTATIONS) + ["right"]
+    wanted = ["right"] * number + ["found"] * len(MUTATIONS) + ["right"] * 2
     assert printed(__file__) == wanted
 
 
@@ -39,7 +41,7 @@ class _Product:
 
     def __init__(
         self, rows: tuple[int, ...], n: int, k: int, parts: tuple[int, ...], slice_rows: int, dtype: torch.dtype,
-        is_across: bool, *, headed: bool = False,
+        is_across: bool, boxes: int, *, headed: bool = False,
     ) -> None:  # fmt: skip
         """`headed`: the first slice is somebody else's."""
         from dovetail.ops.gpu import tiles
@@ -54,7 +56,7 @@ class _Product:
         self.words = torch.zeros(len(self.made.slices), dtype=torch.int64)
         self.flags = torch.tensor([self.words.data_ptr() + 8 * s for s in range(len(self.words))])
         every = [number for number, _ in zip(itertools.cycle(parts), self.made.tiles, strict=False)]
-        blocks = tiles.Blocks(height=16, width=32, depth=32, group=2, warps=4, stages=1)
+        blocks = tiles.Blocks(height=16, width=32, depth=32, group=2, warps=4, stages=1, boxes=boxes)
         self.launch = GemmLaunch(
             self.made, n, k, 4, torch.device("cpu"), blocks=blocks, parts=every, scratch=self.scratch
         )  # fmt: skip
@@ -101,7 +103,12 @@ class _Product:
 
 
 def _case(shape: Any, form: Any) -> str:
+    from dovetail.ops.gpu.launch import has_boxes
+
     product = _Product(*shape, *form)
+    x, w, _ = product.operands(0)
+    if has_boxes(x, w) != (form[0] is torch.bfloat16 and shape[2] % 8 == 0):
+        return "boxes"
     wrong = [product.wrong(run) for run in range(1, RUNS + 1)]
     return next((w for w in wrong if w), "right")
 
@@ -155,7 +162,13 @@ def _late_part() -> str:
     return product.wrong(2) or product.wrong_on_the_way(3) or "right"
 
 
+def _tables_are_read_both_ways() -> str:
+    """Rows that lie in a few runs are computed from these, others are loaded: both kinds are among the cases."""
+    made = [_Product(*given, *form) for given, form in itertools.product(SHAPES, FORMS)]
+    return "right" if {each.launch._runs is None for each in made} == {True, False} else "one-way"
+
+
 if __name__ == "__main__":
     cases = [_case(*given) for given in itertools.product(SHAPES, FORMS)]
     ways = [_way(*given) for given in itertools.product(ON_THE_WAY, (False, True))]
-    print(*cases, *ways, *map(_mutation, MUTATIONS), _late_part())
+    print(*cases, *ways, *map(_mutation, MUTATIONS), _late_part(), _tables_are_read_both_ways())

@@ -344,21 +344,26 @@ def test_every_form_is_measured(host: Host) -> None:
         assert counts[Kind.COMM] in ((1, 2) if gemm else (2, 3))
         assert counts[Kind.UNFUSED] == counts[Kind.COMM] + 1
         assert counts[Kind.DECOMPOSED] == 4
-        grown = each.taken(Kind.DMA).setting["first"] > 1
-        headed = each.taken(Kind.DMA).setting["head"]
-        assert counts[Kind.DMA] == 3 + grown + headed + (each.ratio == 1) + (not gemm)
         assert len({(c.kind, c.name) for c in each.cells}) == len(each.cells)
         assert "whole" in [c.name for c in each.cells if c.kind is Kind.COMM]
         assert {c.setting["by"] for c in each.cells if c.kind is Kind.DECOMPOSED} == {"torch", "ours"}
         fused = [c for c in each.cells if c.kind is Kind.DMA]
-        assert [c.role for c in fused][:2] == [Role.PICKED, Role.DEFAULT]
-        assert {c.role for c in fused[2:]} == {Role.ABLATION}
-        settings = [{k: v for k, v in c.setting.items() if not k.endswith("_rows")} for c in fused]
-        changed = [{k for k, v in settings[0].items() if other[k] != v} for other in settings[2:]]
-        expected = [{"slices"}, *[{"first"}] * grown, *[{"head"}] * headed]
-        expected += [*[{"order", *["head"] * headed}] * (each.ratio == 1), *[{"layout"}] * (not gemm)]
-        assert changed == expected
-        assert each.taken(Kind.DMA) is fused[0]
+        picked, others = fused[: 1 + spec.rivals], fused[1 + spec.rivals :]
+        assert {c.role for c in picked} == {Role.PICKED}
+        assert others[0].role == Role.DEFAULT
+        assert {c.role for c in others[1:]} == {Role.ABLATION}
+        assert each.taken(Kind.DMA) is min(picked, key=lambda c: c.time_us)
+        keys = ("slices", "first", "head", "order", "lanes", "tile", "layout")
+        settings = [{key: c.setting.get(key) for key in keys} for c in fused]
+        assert len({tuple(setting.values()) for setting in settings}) == len(fused)
+        for other in settings[2 + spec.rivals :]:  # the fastest of the pilot but for one setting, and what comes of it
+            changed = {key for key, value in settings[0].items() if other[key] != value}
+            assert changed <= {"slices", "first"} or changed in ({"head"}, {"layout"}) or "order" in changed
+        assert sum(setting["order"] == "local" for setting in settings) == (each.ratio == 1)
+        assert {"packed", "strided"} <= {setting["layout"] for setting in settings} or gemm
+        planned = [c for c in fused if c.setting.get("slices") == 0]
+        assert planned
+        assert all(c.setting["cut"] and sum(c.setting["cut"]) == sum(planned[0].setting["cut"]) for c in planned)
         assert each.checks == len(each.cells) + max(4, len(fused)) + len(fused)
         assert each.gated_checks == each.checks - len(each.cells)
         for c in each.cells:
@@ -368,12 +373,12 @@ def test_every_form_is_measured(host: Host) -> None:
         assert {c.kind for c in each.cells if c.host_us} == {Kind.UNFUSED, Kind.DECOMPOSED, Kind.DMA}
         assert sum(c.host_us is not None for c in each.cells) == 3
         assert set(each.pilot) == {
-            "collective", "tile", "computation", "fused tile", "slices", "first slice", "layout and lanes",
-            "tile of the cut", "chunks by torch", "chunks by our kernel",
+            "collective", "tile", "computation", "fused tile", "slices", "first slice", "planned slices", "cut",
+            "chunks by torch", "chunks by our kernel",
         }  # fmt: skip
         assert {"whole", "whole 2 lanes", "5 slices 2 lanes"} <= set(each.pilot["collective"])
         assert len(each.pilot["collective"]) == (3 if gemm else 6)
-        assert any(" 1 lane" in name for name in each.pilot["layout and lanes"])
+        assert any(" 1 lane" in name for name in each.pilot["cut"])
         assert sum("first by event" in name for name in each.pilot["first slice"]) >= 1
         assert any("words" in name for name in each.pilot["chunks by torch"]) == gemm
         assert {name.split(" chunks")[0][-1] for name in each.pilot["chunks by our kernel"]} == {"2", "5"}
@@ -513,12 +518,12 @@ def test_a_split_is_compared_and_named(host: Host, monkeypatch: Any) -> None:
     with Session("cuda") as session, given_times(monkeypatch, lambda c, _: 1.0 if "head" in c.name else 2.0) as tried:
         found = gpu.measure(session, spec)
     names = [c.name for c in found.rows[0].cells]
-    assert "ours 16x16g8 head 1/2" in names
+    assert "ours 16x16g8w4 head 1/2" in names
     tiles_of = {c.setting.get("tile") for c in found.rows[0].cells if c.role in (Role.PICKED, Role.ABLATION)}
-    assert tiles_of == {"16x16g8 head 1/2"}
-    assert any(name.endswith("slices remote 16x16g8") for name in tried)
-    assert found.rows[0].pilot["tile"].keys() == {"ours 16x16g8", "ours 16x16g8 head 1/2"}
-    assert found.products[0].tile == "16x16g8 head 1/2"
+    assert tiles_of == {"16x16g8w4 head 1/2"}
+    assert any(name.endswith("slices remote 16x16g8w4") for name in tried)
+    assert found.rows[0].pilot["tile"].keys() == {"ours 16x16g8w4", "ours 16x16g8w4 head 1/2"}
+    assert found.products[0].tile == "16x16g8w4 head 1/2"
     assert found.products[0].default_us == 2
 
 

@@ -14,8 +14,8 @@ from dovetail.bench.fused.work import TIMEOUT_S, Cut, Work
 from dovetail.ops.gpu.decomposed import How, Rows, bag_rows, gemm_rows, kernel_rows
 from dovetail.ops.gpu.dma import DmaEmbedding, DmaGemm, embedding_exchange, gemm_exchange
 from dovetail.ops.gpu.exchange import GPU, Buffers, Exchange, Layout
-from dovetail.ops.gpu.launch import BagLaunch, GemmLaunch, PoolShape, SplitK
-from dovetail.ops.gpu.tiles import LARGE, Blocks, RowTiles
+from dovetail.ops.gpu.launch import BagLaunch, GemmLaunch, PoolShape, SplitK, bag_rates, gemm_rates
+from dovetail.ops.gpu.tiles import LARGE, MEDIUM, Blocks, RowTiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +25,10 @@ class GemmTile(Blocks):
     split: SplitK = SplitK.NONE
 
 
-_SQUARE, _NARROW = {"group": 4}, {"width": 128, "group": 4, "stages": 4}
 GEMM_TILES = (
     GemmTile(**asdict(LARGE)),
-    *(GemmTile(**asdict(LARGE) | _SQUARE, split=split) for split in SplitK),
-    GemmTile(**asdict(LARGE) | _NARROW),
+    *(GemmTile(**asdict(LARGE) | {"group": 4}, split=split) for split in SplitK),
+    GemmTile(**asdict(MEDIUM)),
 )
 #: Fewer programs leave more of the memory to copies; those that a multiprocessor can't hold are not launched.
 POOL_TILES = tuple(PoolShape(programs=number) for number in (8, 7, 6, 5))
@@ -81,11 +80,13 @@ class GemmWork(Work):
 
     def dma(self, cut: Cut, buffers: Buffers) -> DmaGemm:
         """See `Work`."""
-        rows, first = self.cut_rows(cut.slices, cut.first)
+        how: dict[str, Any] = _rows(*self.cut_rows(cut.slices or 1, cut.first))
+        if not cut.slices:
+            (m, k), n = self.x.shape, len(self.w)
+            how = {"rates": gemm_rates(cut.tile, cut.tile.split, m, n, k, self.cores, **self.measured(cut.tile))}
         return DmaGemm(
             self.device, buffers, self.x.shape, self.w.shape, self.dtype, order=cut.order, blocks=cut.tile,
-            split=cut.tile.split, slice_rows=rows, first_rows=first, head=cut.head, timeout_s=TIMEOUT_S,
-            lanes=cut.lanes,
+            split=cut.tile.split, head=cut.head, timeout_s=TIMEOUT_S, lanes=cut.lanes, **how,
         )  # fmt: skip
 
     def default(self) -> DmaGemm:
@@ -108,7 +109,8 @@ class GemmWork(Work):
         if kernel is not None:
             several = [number for number in kernel.parts if number > 1]
             more = f" {kernel.split} {len(several)}/{several[0]}" if several else ""
-        return f"{tile.height}x{tile.width}g{tile.group}{more}"
+        warps = "" if tile.warps == LARGE.warps else f"w{tile.warps}"
+        return f"{tile.height}x{tile.width}g{tile.group}{warps}{more}"
 
     @staticmethod
     def is_distinct(tile: GemmTile, kernel: GemmLaunch) -> bool:
@@ -194,10 +196,13 @@ class EmbeddingWork(Work):
 
     def dma(self, cut: Cut, buffers: Buffers) -> DmaEmbedding:
         """See `Work`."""
-        rows, first = self.cut_rows(cut.slices, cut.first)
+        how: dict[str, Any] = _rows(*self.cut_rows(cut.slices or 1, cut.first))
+        if not cut.slices:
+            send = self.exchange.send
+            how = {"rates": bag_rates(sum(send), sum(send[1:]), **self.measured(cut.tile))}
         return DmaEmbedding(
             self.device, buffers, self._tables(), order=cut.order, shape=cut.tile, lanes=cut.lanes,
-            slice_rows=rows, first_rows=first, timeout_s=TIMEOUT_S, head=cut.head,
+            timeout_s=TIMEOUT_S, head=cut.head, **how,
         )  # fmt: skip
 
     def default(self) -> DmaEmbedding:
@@ -226,6 +231,10 @@ class EmbeddingWork(Work):
     def tile_rows(tile: PoolShape) -> int:
         """See `Work`."""
         return tile.bags
+
+
+def _rows(rows: int, first: int | None) -> dict[str, Any]:
+    return {"slice_rows": rows, "first_rows": first}
 
 
 WORKS: dict[Op, type[GemmWork] | type[EmbeddingWork]] = {Op.GEMM: GemmWork, Op.EMBEDDING: EmbeddingWork}

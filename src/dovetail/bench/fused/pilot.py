@@ -1,8 +1,8 @@
 """What is settled before anything is timed: how large the operands are, and which setting of every kind is taken.
 
-Owns the choice, never a figure: all that is picked here is timed afresh, side by side with its rivals, and a `dma` form
-that turns out slower than another setting of it stays the one that counts. Rivals are looked for as widely as our own
-form: ways of the collective, tiles, numbers of chunks, who computes.
+Owns the choice, never a figure: all that is picked here is timed afresh, side by side. Rivals are looked for as widely
+as our own form, and more of them are timed: ways of the collective, tiles, numbers of chunks or planned ones, who
+computes.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _PILOT = 5
 _MOST_SIZE = 1 << 16  # K of a product, or the length of a bag
 _FIRST = (4, 16)  # parts of a slice that the first one is tried with
 _CLOSE = 0.02  # a ratio that is so near needs no correction
+_NEAR = 1.15  # of the shortest time alone: tiles that are tried with planned slices
 
 
 class Times(Protocol):
@@ -80,6 +81,7 @@ class Pilot:
             best = self._race("collective", [work.comm(route) for route in mine])[0]
             found.append(mine[best])
         tried = self.tried["collective"]
+        work.comm_us = min(tried.values())
         found.sort(key=lambda route: tried[route.name])
         return list(dict.fromkeys((*found, work.routes()[0])))
 
@@ -118,23 +120,36 @@ class Pilot:
 
     def tile(self) -> Any:
         """Whose computation alone is fastest."""
-        return self._best_tile("tile", self._work.alone)
+        best = self._best_tile("tile", self._work.alone, self._work.alone_us)
+        self._work.alone_us["torch"] = self._clock.quick_us(self._work.torch_alone(), _PILOT)
+        return best
 
-    def cut(self) -> Cut:
-        """Of the fused form: the tile, the number of slices, the first one's size and launch, layout and lanes; then
-        the tile once more, which may be another one for slices of that size."""
+    def cuts(self) -> list[Cut]:
+        """The fastest few of the fused form: slices by their number, planned ones; by lanes and layouts."""
+        found = [self._numbered(), self._planned()]
+        found += [replace(each, lanes=1) for each in found]
+        found += [replace(each, layout=layout) for each in found[:2] for layout in self._work.layouts[1:]]
+        with self._work.scope():
+            best = self._race("cut", [self._work.fused(cut) for cut in found], 1 + self._work.spec.rivals)
+        return [found[number] for number in best]
+
+    def _planned(self) -> Cut:
+        """Slices that are cut by what was measured of both sides: the tile, and whether the first is by event."""
+        work = self._work
+        ours = {tile: time_us for tile, time_us in work.alone_us.items() if tile != "torch"}
+        near = [tile for tile, time_us in ours.items() if time_us < _NEAR * min(ours.values())]
+        plain = [Cut(slices=0, tile=tile, layout=work.layouts[0]) for tile in near]
+        return self._best_cut("planned slices", [*plain, *(replace(each, head=True) for each in plain)])
+
+    def _numbered(self) -> Cut:
+        """So many slices: the tile, the number, the first one's size and launch."""
         work, slices = self._work, self._slices()
         middle = Cut(slices=slices[len(slices) // 2], tile=None, layout=work.layouts[0])
         tile = self._best_tile("fused tile", lambda tile: work.fused(replace(middle, tile=tile)))
         best = self._best_cut("slices", [replace(middle, tile=tile, slices=number) for number in slices])
         grown = [replace(best, slices=n, first=part) for n, part in self._grown(best.slices, slices)]
-        # Which number is best may be another one then: the first slice's rows are not in the kernel's waves.
-        whole = [replace(best, slices=number) for number in slices]
-        headed = [replace(each, head=True) for each in (*whole, *grown)]
-        best = self._best_cut("first slice", [best, *grown, *headed])
-        others = [replace(best, layout=layout) for layout in work.layouts[1:]]
-        best = self._best_cut("layout and lanes", [best, replace(best, lanes=1), *others])
-        return replace(best, tile=self._best_tile("tile of the cut", lambda tile: work.fused(replace(best, tile=tile))))
+        headed = [replace(each, head=True) for each in (best, *grown)]
+        return self._best_cut("first slice", [best, *grown, *headed])
 
     def _grown(self, number: int, numbers: Sequence[int]) -> list[tuple[int, int]]:
         """(number, part that the first one is) of slices or chunks that grow: so many, or the next fewer."""
@@ -145,13 +160,20 @@ class Pilot:
     def _slices(self) -> list[int]:
         return self._work.distinct(self._work.spec.slices_of(self._work.shape.size_bytes))
 
-    def _best_tile(self, question: str, form: Callable[[Any], Contender]) -> Any:
+    def _best_tile(
+        self, question: str, form: Callable[[Any], Contender], times_us: dict[Any, float] | None = None
+    ) -> Any:
+        """`times_us` gets what each took."""
         work = self._work
         with work.scope():
             made = [(tile, form(tile)) for tile in work.tiles]
             made = [(tile, each) for tile, each in made if work.is_distinct(tile, each.made.kernel)]
-            tile, each = made[self._race(question, [each for _, each in made])[0]]
-            return work.settled(tile, each.made.kernel)
+            best = self._race(question, [each for _, each in made])[0]
+            settled = [work.settled(tile, each.made.kernel) for tile, each in made]
+            if times_us is not None:
+                tried = self.tried[question]
+                times_us |= {tile: tried[each.name] for tile, (_, each) in zip(settled, made, strict=True)}
+            return settled[best]
 
     def _best_cut(self, question: str, cuts: Sequence[Cut]) -> Cut:
         with self._work.scope():
@@ -162,12 +184,14 @@ class Pilot:
         work, keep = self._work, self._work.spec.rivals
         numbers = work.distinct(work.spec.chunks_of(work.shape.size_bytes))
         plain = [Chunks(number=number, layout=work.layouts[0]) for number in numbers]
-        by_torch = [replace(each, how=how) for each in plain for how in work.hows]
+        planned = Chunks(number=0, layout=work.layouts[0])
+        by_torch = [planned, *(replace(each, how=how) for each in plain for how in work.hows)]
         by_us = [replace(each, tile=tiles[0]) for each in plain]
         found: list[Chunks] = []
         for question, tries in (("chunks by torch", by_torch), ("chunks by our kernel", by_us)):
             best = self._best_chunks(question, tries, keep)
-            grown = [replace(best[0], number=n, first=part) for n, part in self._grown(best[0].number, numbers)]
+            counted = next((each for each in best if each.number), plain[0])
+            grown = [replace(counted, number=n, first=part) for n, part in self._grown(counted.number, numbers)]
             best = self._best_chunks(question, [*best, *grown], keep) if grown else best
             first = best[0]
             more = [replace(first, layout=layout) for layout in work.layouts[1:]]
@@ -183,21 +207,25 @@ class Pilot:
     def contenders(self, routes: Sequence[Route], tile: Any) -> list[Contender]:
         """All that is to be timed of a work that is calibrated: the collective by these ways, our kernel by this tile.
 
-        Ablations are the picked form but for the number of slices, whether they grow, at balance the order, or the
-        layout.
+        Ablations are the form that was fastest in the pilot but for the number of slices, whether they grow, at balance
+        the order, or the layout.
         """
         work = self._work
         sides = [work.torch_alone(), work.alone(tile)]
         fast, slow = (sides[n] for n in self._race("computation", sides, 2))
-        cut = self.cut()
+        cuts = self.cuts()
+        cut = cuts[0]
         found = [*sides, *(work.comm(route) for route in routes)]
         found += [*(work.unfused(route, fast) for route in routes), work.unfused(routes[0], slow)]
         found += [work.decomposed(each) for each in self.chunks([tile, cut.tile])]
-        found += [work.fused(cut, Role.PICKED), work.as_default()]
+        found += [*(work.fused(each, Role.PICKED) for each in cuts), work.as_default()]
         changed = [replace(cut, slices=number) for number in self._slices() if number != cut.slices]
+        changed += [replace(cut, slices=0, first=1)] if cut.slices else []
         changed += [replace(cut, first=1)] if cut.first > 1 else []
         changed += [replace(cut, head=False)] if cut.head else []
         if work.shape.ratio == 1:
-            changed.append(replace(cut, order=Order.LOCAL, head=False))
+            numbers = self._slices()
+            counted = cut.slices or numbers[len(numbers) // 2]  # no plan knows rows that stay to be the first
+            changed.append(replace(cut, slices=counted, order=Order.LOCAL, head=False))
         changed += [replace(cut, layout=layout) for layout in work.layouts if layout is not cut.layout]
-        return [*found, *(work.fused(each) for each in changed)]
+        return [*found, *(work.fused(each) for each in changed if each not in cuts)]

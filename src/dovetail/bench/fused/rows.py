@@ -1,7 +1,7 @@
 """What was found of fused operators: rows for a record, and what they say. Pure functions of numbers.
 
-A row compares what was settled before it was timed: the `dma` form that a pilot picked. Of its rivals (unfused,
-decomposed) the fastest of those that were timed counts, which favours them.
+A row compares what was settled in a pilot, before it was timed: a few forms of every kind, of which the fastest counts:
+three of `dma` by default, four that are decomposed, up to four that are unfused. Ablations and the default do not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Role(StrEnum):
     """What a cell stands for in its row."""
 
     COUNTS = "counts"  #: the fastest of these is the figure of its kind
-    PICKED = "picked"  #: settled in a pilot and timed afresh: the figure of its kind, whatever others took
+    PICKED = "picked"  #: settled in a pilot and timed afresh: the fastest of these, whatever others took
     DEFAULT = "default"  #: what the library does if it is told nothing
     ABLATION = "ablation"  #: the picked one but for one setting
 

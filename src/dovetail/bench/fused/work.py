@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,10 +23,12 @@ import torch
 from dovetail.bench.fused.rows import Kind, Role
 from dovetail.bench.fused.spec import TILE_ROWS, Op, Shape, Spec
 from dovetail.hw.gpu.device import Device
+from dovetail.ops.gpu.cut import EVENT_US, planned_cut
 from dovetail.ops.gpu.decomposed import Chunked, How, Rows, Unfused
 from dovetail.ops.gpu.exchange import GPU, Buffers, Exchange, Layout, first_rows_of, slice_rows_of
+from dovetail.ops.gpu.launch import bag_rates
 from dovetail.ops.gpu.released import LANES, WORDS_ON_DEVICE
-from dovetail.ops.gpu.tiles import Order, RowTiles, row_tiles
+from dovetail.ops.gpu.tiles import END, FIRST, Order, RowTiles, row_tiles
 
 #: A forgotten flag ends a run soon: a kernel that is over raises no more.
 TIMEOUT_S = 20.0
@@ -67,7 +69,7 @@ class Route:
 class Cut:
     """A setting of the fused form."""
 
-    slices: int
+    slices: int  #: 0: cut where they arrive soonest, by what was measured of both sides
     tile: Any
     layout: Layout
     first: int = 1  #: the first slice is this part of the others, which grow from there
@@ -80,9 +82,9 @@ class Cut:
 class Chunks:
     """A setting of the decomposed form."""
 
-    number: int
+    number: int  #: 0: see `Cut`
     layout: Layout
-    first: int = 1  #: see `Cut`
+    first: int = 1
     tile: Any = None  #: of our kernel; None: by torch
     how: How = How.EVENTS
     words_on_device: bool = WORDS_ON_DEVICE
@@ -122,6 +124,9 @@ class Work(ABC):
         self._spoiled = torch.full((min(largest, 64 << 20),), _POISON, dtype=torch.uint8, device=self.where)
         self._routes: dict[Route, Unfused] = {}
         self.reference = torch.empty(0)
+        #: What a pilot has measured: the computation alone, by tile, and by "torch"; the collective.
+        self.alone_us: dict[Any, float] = {}
+        self.comm_us = 0.0
         self._streams: list[int] = []
         self._base = self._stack = ExitStack()
         try:
@@ -196,6 +201,10 @@ class Work(ABC):
         """Whether it differs from the others of `tiles`."""
         return True
 
+    def measured(self, tile: Any) -> dict[str, float]:
+        """Of both sides: microseconds of the computation by this tile, or by torch, and of a row on the link."""
+        return {"compute_us": self.alone_us[tile], "row_us": self.comm_us / sum(self.exchange.send[1:])}
+
     # --- forms
 
     def torch_alone(self) -> Contender:
@@ -252,7 +261,8 @@ class Work(ABC):
         made = self._kept(self.dma(cut, buffers))
         tile = self.tile_name(cut.tile, made.kernel)
         how = f"{_grown(cut.first)}{', first by event,' if cut.head else ''} {cut.order} {tile}"
-        name = f"{cut.slices} slices{how}{_lanes(cut.lanes, LANES)}{_placed(cut.layout)}"
+        slices = f"{cut.slices} slices" if cut.slices else "planned slices"
+        name = f"{slices}{how}{_lanes(cut.lanes, LANES)}{_placed(cut.layout)}"
         setting = {"slices": cut.slices, "first": cut.first, "order": str(cut.order), "lanes": cut.lanes, "tile": tile}
         setting["head"] = cut.head
         return self._fused(made, name, setting, buffers, role)
@@ -265,6 +275,8 @@ class Work(ABC):
 
     def _fused(self, made: Any, name: str, setting: dict[str, Any], buffers: Buffers, role: Role) -> Contender:
         more = {"slice_rows": made.tiles.slice_rows, "first_rows": made.tiles.first_rows}
+        if made.tiles.is_given:
+            more["cut"] = (made.tiles.slices[:, END] - made.tiles.slices[:, FIRST]).tolist()
         more["words"] = WORDS[WORDS_ON_DEVICE]
         more["layout"] = str(buffers.exchange.layout)
         return Contender(
@@ -275,14 +287,21 @@ class Work(ABC):
     def decomposed(self, chunks: Chunks) -> Contender:
         """The operator in chunks."""
         number, how, by_torch = chunks.number, chunks.how, chunks.tile is None
-        rows_each, first, buffers = *self.cut_rows(number, chunks.first), self._by_layout[chunks.layout]
+        buffers, cuts = self._by_layout[chunks.layout], None
+        rows_each, first = self.cut_rows(number or 1, chunks.first)
+        if not number:
+            rates = bag_rates(sum(self.exchange.send), sum(self.exchange.send[1:]), **self.measured("torch"))
+            rates = replace(rates, flag_us=EVENT_US)
+            cuts = planned_cut(self.exchange.send, self.exchange.served, self._step, rates).pieces
         made = self._kept(Chunked(
-            self.device, buffers, rows_each, first_rows=first, how=how, timeout_s=TIMEOUT_S, streams=self._streams,
-            words_on_device=chunks.words_on_device,
+            self.device, buffers, rows_each, first_rows=first, cuts=cuts, how=how, timeout_s=TIMEOUT_S,
+            streams=self._streams, words_on_device=chunks.words_on_device,
         ))  # fmt: skip
         setting: dict[str, Any] = {"by": "torch" if by_torch else "ours", "chunks": number, "chunk_rows": rows_each}
         setting |= {"first": chunks.first, "how": str(how), "lanes": LANES, "layout": str(chunks.layout)}
-        name = f"{number} chunks{_grown(chunks.first)} {how}"
+        name = f"{number} chunks{_grown(chunks.first)} {how}" if number else f"planned chunks {how}"
+        if cuts:
+            setting["cut"] = [end - begin for _, begin, end in cuts]
         if by_torch:
             rows = self.rows()
         else:

@@ -78,11 +78,11 @@ class Chunked:
 
     def __init__(
         self, device: Device, buffers: Buffers, chunk_rows: int, *, first_rows: int | None = None,
-        how: How | str = How.EVENTS,
+        cuts: Sequence[tuple[int, int, int]] | None = None, how: How | str = How.EVENTS,
         order: Order | str = Order.REMOTE, pace: Pace | str = Pace.STEP, timeout_s: float | None = None,
         lanes: int = LANES, streams: Sequence[int] = (), words_on_device: bool = WORDS_ON_DEVICE,
     ) -> None:  # fmt: skip
-        """`first_rows`: of the first chunk, from which they grow; see `tiles.pieces`.
+        """`first_rows`: of the first chunk, from which they grow; see `tiles.pieces`. `cuts`: see `tiles.row_tiles`.
 
         `lanes`: streams for the copies of each direction; `streams`: twice as many of the caller's, or its own.
 
@@ -91,7 +91,7 @@ class Chunked:
         device.enter()
         exchange, self._driver, self._buffers = buffers.exchange, device.driver, buffers
         tiles = row_tiles(
-            exchange.send, GPU, chunk_rows, slice_rows=chunk_rows, first_rows=first_rows, order=order
+            exchange.send, GPU, chunk_rows, slice_rows=chunk_rows, first_rows=first_rows, order=order, cuts=cuts
         )  # fmt: skip
         self.chunks: list[tuple[int, int]] = tiles.slices[:, [FIRST, END]].tolist()
         self.how = How(how)

@@ -9,26 +9,38 @@ is there when the GPU has as large a part of its own), others have everything re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.ticket import GpuTicket
+from dovetail.ops.gpu.cut import Rates, planned_cut
 from dovetail.ops.gpu.exchange import GPU, Buffers, Exchange, Layout, Pace, first_rows_of, slice_rows_of
-from dovetail.ops.gpu.launch import BagLaunch, GemmLaunch, PoolShape, SplitK
+from dovetail.ops.gpu.launch import (
+    LAUNCH_US,
+    BagLaunch,
+    GemmLaunch,
+    PoolShape,
+    SplitK,
+    bag_rates,
+    gemm_head_us,
+    gemm_rates,
+    link_us,
+)
 from dovetail.ops.gpu.place import Placing
 from dovetail.ops.gpu.released import LANES, WORDS_ON_DEVICE, Flags, Headed, Tickets, run_of
 from dovetail.ops.gpu.tiles import (
     END,
     FIRST,
+    LARGE,
     Blocks,
     Order,
     RowTiles,
     across,
     behind,
-    large_blocks,
     one_slice,
     row_tiles,
+    slice_blocks,
 )
 
 if TYPE_CHECKING:
@@ -52,32 +64,43 @@ class DmaGemm:
     def __init__(
         self, device: Device, buffers: Buffers, x_shape: Sequence[int], w_shape: Sequence[int], dtype: torch.dtype, *,
         slice_rows: int | None = None, first_rows: int | None = None, order: Order | str = Order.REMOTE,
-        pace: Pace | str = Pace.STEP, blocks: Blocks | None = None, split: SplitK | str = SplitK.TAIL,
+        pace: Pace | str = Pace.STEP, blocks: Blocks | None = None, split: SplitK | str | None = None,
         timeout_s: float | None = None, lanes: int = LANES, words_on_device: bool = WORDS_ON_DEVICE,
-        head: bool = False,
+        head: bool | None = None, rates: Rates | None = None,
     ) -> None:  # fmt: skip
-        """`buffers` of `gemm_exchange`; `slice_rows`: rows that one flag stands for, `first_rows` those of the first.
+        """`buffers` of `gemm_exchange`. By default slices are cut where they arrive soonest by `rates` (see `cut`).
 
-        Whole tiles are best. If `slice_rows` is given, slices do not grow unless `first_rows` is, too. `head`: the
-        first slice is torch's product, and an event lets its copies begin.
+        Args:
+            slice_rows, first_rows: rows that one flag stands for, and those of the first one; whole tiles are best.
+                Slices do not grow unless `first_rows` is given, too.
+            head: the first slice is torch's product, and an event lets its copies begin; None: where that is sooner.
+            split: see `SplitK`; by default the last tiles, where tiles are large.
+            rates: what was measured of the product and the link; about those of an H200 by default.
         """
 
         exchange, cores = buffers.exchange, device.driver.num_multiprocessors(device.index)
-        self.blocks = blocks or large_blocks(w_shape[0], cores)
         gemm_exchange(x_shape, w_shape, dtype, exchange.send, exchange.receive)
         (self.M, self.K), self.N, self.dtype = x_shape, w_shape[0], dtype
+        self.blocks = blocks or slice_blocks(self.M, self.N, self.K, dtype.itemsize, cores)
         height = self.blocks.height
-        every = _cut(exchange, height, slice_rows, first_rows, order)
+        if split is None:
+            split = SplitK.TAIL if self.blocks.width == LARGE.width else SplitK.NONE
+        row_us = link_us(exchange.row_bytes[GPU])
+        rates = rates or gemm_rates(self.blocks, split, self.M, self.N, self.K, cores, row_us=row_us)
+        every, first_apart = _cut(
+            exchange, height, slice_rows, first_rows, order, pace, head, rates,
+            lambda rows: gemm_head_us(rows, self.N, self.K, cores),
+        )  # fmt: skip
         self.tiles = across(every, height)
         self.y = buffers.y[GPU][: exchange.y_bytes(GPU)].view(dtype).view(self.M, self.N)
         self._operands: tuple[torch.Tensor, torch.Tensor] | None = None
-        by_us = across(behind(every, 1), height) if head else self.tiles
+        by_us = across(behind(every, 1), height) if first_apart else self.tiles
         self.kernel = GemmLaunch(by_us, self.N, self.K, cores, self.y.device, blocks=self.blocks, split=split)
         self.run = run_of(
-            device, buffers, self.tiles, head, pace=pace, timeout_s=timeout_s, lanes=lanes,
+            device, buffers, self.tiles, first_apart, pace=pace, timeout_s=timeout_s, lanes=lanes,
             words_on_device=words_on_device,
         )  # fmt: skip
-        self._first = (int(every.slices[0, FIRST]), int(every.slices[0, END])) if head else (0, 0)
+        self._first = (int(every.slices[0, FIRST]), int(every.slices[0, END])) if first_apart else (0, 0)
 
     def start(self, x: torch.Tensor, w: torch.Tensor, stream: int) -> GpuTicket | Tickets:
         """Puts it all into the raw stream, torch's current one, and returns. `y` and the peers' outputs are written."""
@@ -120,12 +143,23 @@ class DmaGemm:
         self.run.close()
 
 
-def _cut(exchange: Exchange, height: int, rows: int | None, first: int | None, order: Order | str) -> RowTiles:
-    """The GPU's rows; slices as they are by default, unless rows are given."""
+def _cut(
+    exchange: Exchange, height: int, rows: int | None, first: int | None, order: Order | str, pace: Pace | str,
+    head: bool | None, rates: Rates, head_us: Callable[[int], float],
+) -> tuple[RowTiles, bool]:  # fmt: skip
+    """(the GPU's rows, whether the first slice is a launch of its own): slices as given, or the best ones by a model.
+
+    The model knows rows that leave first. Where others come before them, slices are cut by their number.
+    """
+    send, leaving = exchange.send, sum(exchange.send[1:])
+    if rows is None and first is None and Order(order) is Order.REMOTE and leaving:
+        may = head is not False and Pace(pace) is Pace.STEP
+        found = planned_cut(send, exchange.served, height, rates, head_us=head_us if may else None, head=head)
+        return row_tiles(send, GPU, height, cuts=found.pieces, order=order), found.head or bool(head)
     if rows is None:
-        rows = slice_rows_of(sum(exchange.send[1:]), exchange.row_bytes[GPU], height)
+        rows = slice_rows_of(leaving, exchange.row_bytes[GPU], height)
         first = first or first_rows_of(rows, height)
-    return row_tiles(exchange.send, GPU, height, slice_rows=rows, first_rows=first, order=order)
+    return row_tiles(send, GPU, height, slice_rows=rows, first_rows=first, order=order), bool(head)
 
 
 def embedding_exchange(
@@ -151,12 +185,12 @@ class DmaEmbedding:
         self, device: Device, buffers: Buffers, weights: Sequence[torch.Tensor], *, slice_rows: int | None = None,
         first_rows: int | None = None, order: Order | str = Order.REMOTE, pace: Pace | str = Pace.STEP,
         mode: str = "sum", shape: PoolShape | None = None, timeout_s: float | None = None, lanes: int = LANES,
-        words_on_device: bool = WORDS_ON_DEVICE, head: bool = False,
+        words_on_device: bool = WORDS_ON_DEVICE, head: bool | None = None, rates: Rates | None = None,
     ) -> None:  # fmt: skip
         """`buffers` of `embedding_exchange`; `weights`: this rank's tables [rows, dim].
 
-        `slice_rows`, `first_rows`: in samples; see `DmaGemm`. `head`: the first slice is a launch of its own, and an
-        event lets its copies begin.
+        `slice_rows`, `first_rows`: in samples; `rates`, `head`: see `DmaGemm`. How long bags are is not known here: by
+        default slices are cut as if pooling took as long as the link.
         """
 
         exchange, self.shape = buffers.exchange, shape or PoolShape()
@@ -168,17 +202,22 @@ class DmaEmbedding:
             given = f"mode {mode!r}, {self.T} tables of dim {self.D} and {self.dtype}"
             raise ValueError(f"{given}: mode is sum or mean, and rows to send have {exchange.row_bytes[GPU]} bytes")
         height = self.shape.bags
-        self.tiles = _cut(exchange, height, slice_rows, first_rows, order)
+        row_us = link_us(exchange.row_bytes[GPU])
+        rates = rates or bag_rates(self.B, sum(exchange.send[1:]), row_us=row_us)
+        each_us = rates.wave_us / rates.wave_rows
+        self.tiles, first_apart = _cut(
+            exchange, height, slice_rows, first_rows, order, pace, head, rates, lambda rows: rows * each_us + LAUNCH_US
+        )  # fmt: skip
         self.y = buffers.y[GPU][: exchange.y_bytes(GPU)].view(self.dtype).view(self.B, self.T, self.D)
         cores = device.driver.num_multiprocessors(device.index)
         self._bags: tuple[torch.Tensor, torch.Tensor] | None = None
         self._kept = exchange.send[GPU]
-        launches = [one_slice(self.tiles, 0), behind(self.tiles, 1)] if head else [self.tiles]
+        launches = [one_slice(self.tiles, 0), behind(self.tiles, 1)] if first_apart else [self.tiles]
         *self._head, self.kernel = [
             BagLaunch(tiles, weights, self.B, cores, self.y.device, mode=mode, shape=self.shape) for tiles in launches
         ]
         self.run = run_of(
-            device, buffers, self.tiles, head, pace=pace, timeout_s=timeout_s, lanes=lanes,
+            device, buffers, self.tiles, first_apart, pace=pace, timeout_s=timeout_s, lanes=lanes,
             words_on_device=words_on_device,
         )  # fmt: skip
         self._placing = Placing(device, buffers)

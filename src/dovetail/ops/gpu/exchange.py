@@ -11,14 +11,14 @@ the GPU afterwards is the business of `place.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from dovetail.ops.gpu.tiles import DESTINATION, END, FIRST, RowTiles, pieces
+from dovetail.ops.gpu.tiles import DESTINATION, END, FIRST, RowTiles, destinations, pieces
 from dovetail.plan.build.sliced import Done, Own, Slice, sliced_all_to_all
 from dovetail.plan.plan import ABSENT, Plan
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 GPU = 0
 #: A slice is worth its wait and its copy from about this size on.
 LEAST_SLICE_BYTES = 5 << 19
+_MOST_ALIKE = 256  #: parts of all rows of peers: smaller pieces do not come of cutting them like the GPU's
 #: Slices of all that is sent, if nothing else is asked for; the first one is so small a part of the others.
 NUM_SLICES = 12
 FIRST_PART = 16
@@ -112,6 +113,11 @@ class Exchange:
         return frozenset(range(1, self.world))
 
     @property
+    def served(self) -> list[int]:
+        """The ranks in the order in which the GPU computes their rows: its own last."""
+        return destinations(self.world, GPU)
+
+    @property
     def out_bytes(self) -> int:
         """Over the link, from the GPU."""
         return sum(self.send[1:]) * self.row_bytes[GPU]
@@ -160,14 +166,30 @@ class Exchange:
         for source, begin, end in pieces(self.receive, range(self.world - 1, 0, -1), slice_rows, first_rows):
             yield self._slice(source, GPU, 0, begin, end)
 
+    def _alike(self, leaving: Sequence[Slice]) -> Iterator[Slice]:
+        """The same, cut where as large a part of all rows has come as had left at the end of one of these."""
+        total = sum(self.receive[1:])
+        done = np.cumsum([piece.rows for piece in leaving])
+        least = max(1, total // _MOST_ALIKE)  # what is nearer to the end of a source's rows is not cut off
+        before = 0
+        for source in range(self.world - 1, 0, -1):
+            rows, begin = self.receive[source], 0
+            inside = [int(end) - before for end in done * total // done[-1]]
+            for end in (*(end for end in inside if least <= end <= rows - least), rows):
+                if end > begin:
+                    yield self._slice(source, GPU, 0, begin, end)
+                    begin = end
+            before += rows
+
     def slices(self, tiles: RowTiles, pace: Pace | str = Pace.STEP) -> Slices:
         """The slices of a table of tiles, and what the peers send, cut as they are."""
         cuts = [(int(c[FIRST]), int(c[END]), int(c[DESTINATION])) for c in tiles.slices]
         first = [sum(self.send[:to]) for to in range(self.world)]
         leaving = [self._slice(GPU, to, first[to], begin, end) for begin, end, to in cuts]
-        most = tiles.slice_rows or max((end - begin for begin, end, _ in cuts), default=1)
-        arriving = list(self._arriving(most, tiles.first_rows))
         remote = [k for k, piece in enumerate(leaving) if piece.destination != GPU]
+        most = tiles.slice_rows or max((end - begin for begin, end, _ in cuts), default=1)
+        alike = tiles.is_given and remote
+        arriving = list(self._alike([leaving[k] for k in remote]) if alike else self._arriving(most, tiles.first_rows))
         follows: list[int] = []
         if Pace(pace) is Pace.STEP and remote and arriving:
             # So large a part of all rows is there when the GPU has as large a part of its own.

@@ -10,12 +10,13 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.ops.gpu.tiles import SLICE, Blocks, RowTiles
+from dovetail.ops.gpu.cut import Rates
+from dovetail.ops.gpu.tiles import NO_RUNS, SLICE, Blocks, RowTiles, runs_of
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +83,49 @@ def parts_of(split: SplitK | str, num_tiles: int, columns: int, programs: int, s
     return others + split_ones if split is SplitK.TAIL else split_ones + others
 
 
+#: Floating-point operations of a multiprocessor in a microsecond, and bytes each way over the link beside a product:
+#: those of an H200 with PCIe 5.0. They decide where slices are cut, if nobody knows better.
+_CORE_FLOPS, _LINK_BYTES = 6e6, 50e3
+
+
+#: What a launch of its own takes longer than the same rows in another one.
+LAUNCH_US = 5.0
+
+
+def link_us(row_bytes: int) -> float:
+    """About what the link takes for a row."""
+    return row_bytes / _LINK_BYTES
+
+
+def gemm_rates(
+    blocks: Blocks, split: SplitK | str, rows: int, n: int, k: int, cores: int, *, row_us: float,
+    compute_us: float | None = None,
+) -> Rates:  # fmt: skip
+    """When rows of a product are there; `compute_us`: what all of it takes alone, if that was measured."""
+    columns, num_tiles = -(-n // blocks.width), -(-rows // blocks.height)
+    parts = parts_of(split, num_tiles, columns, cores, -(-k // blocks.depth))
+    several = [number for number in parts if number > 1]
+    tile_us = 2 * blocks.height * blocks.width * k / _CORE_FLOPS
+    if compute_us is not None:
+        tile_us = compute_us / max(waves(num_tiles, columns, cores, len(several), max(parts, default=1)), 1)
+    first = parts[0] if parts else 1  # several programs to each of the first tiles are done sooner, with fewer tiles
+    return Rates(
+        wave_us=tile_us / first, wave_rows=cores / max(columns, 1) * blocks.height / first,
+        row_us=row_us,
+    )  # fmt: skip
+
+
+def gemm_head_us(rows: int, n: int, k: int, cores: int) -> float:
+    """About what torch takes for the first rows of a product: all of w is read once, and they fill no wave."""
+    return max(n * k * 2 / 3.5e6, 1.2 * 2 * rows * n * k / (cores * _CORE_FLOPS)) + LAUNCH_US
+
+
+def bag_rates(rows: int, leaving: int, *, row_us: float, compute_us: float | None = None) -> Rates:
+    """The same of bags; if nothing was measured, as if all of them took as long as the link does."""
+    each_us = (leaving * row_us if compute_us is None else compute_us) / max(rows, 1)
+    return Rates(wave_us=each_us, wave_rows=1, row_us=row_us)
+
+
 def task_table(
     tiles: RowTiles, columns: int, steps: int, parts: Sequence[int], group: int
 ) -> tuple[NDArray[np.int64], int, int]:  # fmt: skip
@@ -145,8 +189,9 @@ class GemmLaunch:
         self._how = {
             "BM": blocks.height, "BN": blocks.width, "BK": blocks.depth, "EVEN_M": tiles.is_even(blocks.height),
             "EVEN_N": n % blocks.width == 0, "EVEN_K": k % blocks.depth == 0, "PRECISION": "ieee",
-            "num_warps": blocks.warps, "num_stages": blocks.stages,
+            "num_warps": blocks.warps,
         }  # fmt: skip
+        self._runs = runs_of(tiles, blocks.height)
         self._tasks: torch.Tensor | None = None
         if any(number > 1 for number in self.parts):
             table, sums, split_tiles = task_table(tiles, columns, steps, self.parts, blocks.group)
@@ -165,20 +210,44 @@ class GemmLaunch:
         """Launches it in torch's current stream. `flags`: the addresses of the slices' words, which get `value`."""
         from dovetail.ops.kernels.gemm import gemm_slices_kernel, gemm_tasks_kernel
 
-        t, how = self._tables, {**self._how, "SOFT": not x.is_cuda}
+        t, b = self._tables, self.blocks
+        boxes = bool(b.boxes) and has_boxes(x, w)
+        how = {**self._how, "SOFT": not x.is_cuda, "BOXES": boxes, "num_stages": b.boxes if boxes else b.stages}
         flags = t.no_flags if flags is None else flags
         if not self.N or not len(t.tiles):
             return
+        given: tuple[Any, Any] = (box(x, b.height, b.depth), box(w, b.width, b.depth)) if boxes else (x, w)
         if self._tasks is not None:
             gemm_tasks_kernel[(len(self._tasks),)](
-                x, w, y, self._tasks, t.slice_tiles, t.counters, flags, self._scratch(self._num_sums), self._arrivals,
+                *given, y, self._tasks, t.slice_tiles, t.counters, flags, self._scratch(self._num_sums), self._arrivals,
                 self._spoiled, value, _LOOKS, self.N, self.K, **how,
             )  # fmt: skip
         else:
             gemm_slices_kernel[(self._programs,)](
-                x, w, y, t.tiles, t.also, t.slice_tiles, t.counters, flags, value, len(t.tiles), self.N, self.K,
-                GROUP=self.blocks.group, PROGRAMS=self._programs, ACROSS=t.is_across, **how,
+                *given, y, t.tiles, t.also, t.slice_tiles, t.counters, flags, value, len(t.tiles), self.N, self.K,
+                *(self._runs or NO_RUNS), RUNS=self._runs is not None, GROUP=self.blocks.group,
+                PROGRAMS=self._programs, ACROSS=t.is_across, **how,
             )  # fmt: skip
+
+
+def has_boxes(*matrices: torch.Tensor) -> bool:
+    """Whether tensor descriptors can be made of all these, and the GPU loads by them; under the interpreter, too."""
+    import torch
+
+    places = all(m.data_ptr() % 16 == 0 and m.shape[1] * m.element_size() % 16 == 0 and m.numel() for m in matrices)
+    first = matrices[0]
+    if not places or first.element_size() != 2:
+        return False
+    if not first.is_cuda:
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(first.device) >= (9, 0)
+
+
+def box(matrix: torch.Tensor, rows: int, columns: int) -> Any:
+    """A tensor descriptor of a contiguous matrix in boxes of so many rows and columns."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,7 @@ class RowTiles:
     slice_rows: int | None = None  #: how slices were cut, see `pieces`
     first_rows: int | None = None
     also: NDArray[np.int64] | None = None  #: [tiles]: the other slice that a tile has rows of, or its own; see `across`
+    is_given: bool = False  #: slices were named one by one: what comes from peers is cut at the same parts of it
 
     @property
     def slice_tiles(self) -> NDArray[np.int64]:
@@ -96,6 +97,7 @@ def row_tiles(
     first_rows: int | None = None,
     order: Order | str = Order.REMOTE,
     rows_before: Sequence[int] | None = None,
+    cuts: Sequence[tuple[int, int, int]] | None = None,
 ) -> RowTiles:
     """Cuts rows that are grouped by destination.
 
@@ -104,6 +106,7 @@ def row_tiles(
         height: rows of a tile, the last of a slice may have less.
         slice_rows, first_rows: rows of a slice, and of the first one; see `pieces`.
         rows_before: where this rank's rows begin in each destination's buffer; 0 by default.
+        cuts: the slices themselves instead: rank, and first and end of its rows; all rows, in the order of ranks.
 
     Two ranks, rank 0, 5 and 3 rows, height 2: tiles 5-7, 7-8 (for rank 1), 0-2, 2-4, 4-5.
     """
@@ -123,7 +126,7 @@ def row_tiles(
     slices: list[tuple[int, int, int, int, int]] = []
     ends = [0] * len(rows)
     count = 0
-    for to, at, stop in pieces(rows, served, slice_rows, first_rows):
+    for to, at, stop in pieces(rows, served, slice_rows, first_rows) if cuts is None else cuts:
         first = np.arange(at, stop, height, dtype=np.int64)
         part = np.empty((len(first), 5), np.int64)
         part[:, FIRST], part[:, END] = begins[to] + first, begins[to] + np.minimum(first + height, stop)
@@ -138,7 +141,8 @@ def row_tiles(
         segments[k] = to, begin, max(begin, ends[to])
         begin = int(segments[k, 2])
     table = np.concatenate(tiles) if tiles else np.zeros((0, 5), np.int64)
-    return RowTiles(table, np.array(slices, np.int64).reshape(-1, 5), segments, slice_rows, first_rows)
+    numbered = np.array(slices, np.int64).reshape(-1, 5)
+    return RowTiles(table, numbered, segments, slice_rows, first_rows, is_given=cuts is not None)
 
 
 def one_slice(made: RowTiles, number: int) -> RowTiles:
@@ -190,6 +194,32 @@ def across(made: RowTiles, height: int) -> RowTiles:
     return replace(made, tiles=table, slices=cut, segments=made.segments[:0], also=np.array(also, np.int64))
 
 
+#: Three runs with nothing in them.
+NO_RUNS = (0,) * 8
+_MOST_RUNS = 3
+
+
+def runs_of(made: RowTiles, height: int) -> tuple[int, ...] | None:
+    """Row tiles in at most three runs: first row, end row and number of each; the last run has those that are left.
+
+    Within a run a row tile begins where the one before it ends, and all but the last have `height` rows. None if it
+    takes more.
+
+    >>> runs_of(row_tiles((0, 200, 0, 100), 2, 128), 128)
+    (200, 300, 1, 0, 200, 2, 0, 0)
+    """
+    found: list[list[int]] = []
+    for first, end in made.tiles[:, [FIRST, END]].tolist():
+        if found and found[-1][1] == first and found[-1][2] * height == first - found[-1][0]:
+            found[-1][1:] = [end, found[-1][2] + 1]
+        else:
+            found.append([first, end, 1])
+    if len(found) > _MOST_RUNS:
+        return None
+    found += [[0, 0, 0]] * (_MOST_RUNS - len(found))
+    return (*found[0], *found[1], *found[2][:2])
+
+
 def _runs(slices: NDArray[np.int64]) -> list[list[int]]:
     """Slices that follow each other in memory."""
     found: list[list[int]] = []
@@ -210,22 +240,35 @@ class Blocks:
     group: int = 8  #: row tiles that go together, see `kernels.gemm.locate`
     warps: int
     stages: int
+    boxes: int = 0  #: `stages` with loads by tensor descriptors, where they are to be had; 0: never by them
 
 
 #: The shape that equals cuBLAS on an H200 at 8192^3 in bf16, in a flattened loop.
-LARGE = Blocks(height=128, width=256, depth=64, warps=8, stages=3)
+LARGE = Blocks(height=128, width=256, depth=64, warps=8, stages=3, boxes=4)
+#: With tensor descriptors nearly as fast, and twice as many waves: there is something to be sent after half the time.
+MEDIUM = Blocks(height=128, width=128, depth=64, group=4, warps=4, stages=4, boxes=6)
 _MEDIUM = Blocks(height=128, width=128, depth=64, warps=8, stages=4)
 _FLAT = Blocks(height=64, width=128, depth=64, warps=4, stages=4)
 _SINGLE = Blocks(height=64, width=64, depth=32, warps=4, stages=3)
 
 
-def large_blocks(n: int, programs: int) -> Blocks:
-    """`LARGE` in groups that are computed in one wave: a slice is finished with its group.
+_FEW_WAVES = 3
 
-    >>> large_blocks(8192, 132).group, large_blocks(4096, 132).group
-    (4, 8)
+
+def slice_blocks(rows: int, n: int, k: int, item_bytes: int, programs: int) -> Blocks:
+    """For a product whose rows are sent slice by slice, in groups that are computed in one wave.
+
+    `MEDIUM` where `LARGE` would make few waves and tensor descriptors can be made: twice as many waves, so there is
+    something to be sent after half the time.
+
+    >>> [(b.width, b.group) for b in (slice_blocks(16896, 8192, 4096, 2, 132), slice_blocks(2560, 4096, 4096, 2, 132))]
+    [(256, 4), (128, 4)]
     """
-    return replace(LARGE, group=max(1, min(LARGE.group, programs // max(1, -(-n // LARGE.width)))))
+    tiles = -(-rows // LARGE.height) * -(-n // LARGE.width)
+    blocks = LARGE
+    if tiles < _FEW_WAVES * programs and item_bytes == 2 and k * item_bytes % 16 == 0:
+        blocks = MEDIUM
+    return replace(blocks, group=max(1, min(blocks.group, programs // max(1, -(-n // blocks.width)))))
 
 
 def gemm_blocks(rows: Sequence[int], n: int, k: int, item_bytes: int, programs: int) -> Blocks:
