@@ -512,14 +512,17 @@ def _gemm_slices() -> str:
     own = torch.from_numpy(made.slices[:, tiles.DESTINATION].copy()) == rank
     flags[own] = 0
     counters = torch.zeros(len(words), dtype=torch.int64)
-    for run, programs in enumerate((1, 3), 1):
+    runs = tiles.runs_of(made, 16)
+    assert runs is not None
+    for run, (programs, by_runs) in enumerate(((1, False), (3, True)), 1):
         x = lib.numbers(0, run, sum(rows), k, dtype=torch.bfloat16)
         w = lib.numbers(1, run, n, k, dtype=torch.bfloat16)
         y = torch.full((sum(rows), n), float("nan"), dtype=torch.bfloat16)
         tables = [torch.from_numpy(t.copy()) for t in (made.tiles, made.also, made.slice_tiles)]
         gemm_slices_kernel[(programs,)](
             x, w, y, *tables, counters, flags, (run << 40) + 5, len(made.tiles), n, k,
-            16, 32, 32, 2, programs, True, False, False, False, "ieee", True,
+            *(runs if by_runs else tiles.NO_RUNS),
+            16, 32, 32, 2, programs, True, False, False, False, "ieee", True, False, by_runs,
         )  # fmt: skip
         wrong = lib.differs(y, lib.product(x, w))
         if wrong or words[~own].tolist() != [(run << 40) + 5] * int((~own).sum()) or words[own].any():

@@ -61,7 +61,8 @@ def test_no_cut_ends_sooner(rows: list[int], rates: Rates) -> None:
 
 
 @given(
-    st.lists(st.integers(0, 700), min_size=2, max_size=4), st.integers(1, 130), RATES, st.sampled_from([None, True, False])
+    st.lists(st.integers(0, 700), min_size=2, max_size=4), st.integers(1, 130), RATES,
+    st.sampled_from([None, True, False]),
 )  # fmt: skip
 def test_all_rows_are_cut_once_and_in_order(rows: list[int], step: int, rates: Rates, head: bool | None) -> None:
     order = [*range(1, len(rows)), 0]
