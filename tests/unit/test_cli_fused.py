@@ -10,6 +10,9 @@ import pytest
 
 from dovetail import cli
 from dovetail.bench.fused import ranks as between
+from dovetail.bench.fused.rows import Cell, Kind, Row
+from dovetail.cli.bench import progress_bar
+from dovetail.measure import record
 
 BUSY = "the machine was busy: others took 40% of its cores' time; measure again"
 
@@ -71,3 +74,60 @@ def test_ranks_that_share_gpus_have_other_transports(
         cli.main([*words.split(), "--json", str(tmp_path / "out.json")])
     assert ended.value.code == cli.USAGE
     assert "none of these has 'decomposed' on cuda: gemv_all_reduce has unfused, store" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("done", [0, 2])
+def test_what_was_measured_is_kept_if_it_is_ended(
+    done: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """On a GPU, where all of it takes minutes: shapes that are done are shown and recorded, the status is Ctrl-C's."""
+
+    class Session:
+        def __init__(self, *_: object) -> None: ...
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def facts(self) -> dict[str, Any]:
+            return {"name": "a GPU"}
+
+    def ended(_: object, spec: Any, tell: Any, into: Any) -> None:
+        for shape in spec.shapes[:done]:
+            cells = [Cell(kind=kind, name="x", time_us=10.0, iterations=3, setting={}) for kind in Kind]
+            into.rows.append(
+                Row(
+                    op=shape.op, shape=shape.name, size_bytes=1, out_bytes=1, in_bytes=1, split="equal", ratio=0.5,
+                    sizes={}, dtype="bfloat16", ranks=4, link="a link", pace="step", lanes=2, words="device", checks=1,
+                    cells=cells,
+                )
+            )  # fmt: skip
+            tell(shape.name)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dovetail.bench.gpu.session.Session", Session)
+    monkeypatch.setattr("dovetail.bench.fused.gpu.measure", ended)
+    file = tmp_path / "some.json"
+    with pytest.raises(SystemExit) as ends:
+        cli.main(["bench", "fused", "--backend", "cuda", "--json", str(file)])
+    assert ends.value.code == 130
+    said = capsys.readouterr()
+    assert ("ended after 2 of 40 shapes" in said.err) == (done > 0)
+    assert said.out.count("gemm_all_to_all 16M") == done
+    assert file.exists() == (done > 0)
+    if done:
+        shapes = [row["shape"] for row in record.read(file).rows]
+        assert shapes == ["gemm_all_to_all 16M equal @0.25", "gemm_all_to_all 16M equal @0.5"]
+
+
+def test_progress_in_a_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line once in a while, not one for each step."""
+    clock = [100.0]
+    monkeypatch.setattr("dovetail.cli.bench.time.monotonic", lambda: clock[0])
+    with progress_bar() as progress:
+        assert progress is not None
+        for step in range(1, 9):
+            clock[0] += 10
+            progress(step, 8, f"shape {step}")
+    assert capsys.readouterr().err.splitlines() == ["3 of 8: shape 3", "6 of 8: shape 6"]

@@ -13,6 +13,7 @@ import typer
 from dovetail.bench.gpu.spec import Bounds
 
 if TYPE_CHECKING:
+    from dovetail.bench.fused.gpu import Measured
     from dovetail.bench.fused.spec import Spec
 
 Row = dict[str, Any]
@@ -149,22 +150,34 @@ def _on_gpu(asked: Asked, bounds: Bounds, json: Path | None) -> None:
     if asked.transport is not None or asked.ablate:
         raise ValueError("--transport and --ablate are for --backend cpu: on a GPU all of it is measured")
     spec = _gpu_spec(asked)
-    from dovetail.bench.fused.rows import table, verdict
     from dovetail.bench.gpu import session as sessions
     from dovetail.cli.bench import progress_bar
 
     with sessions.Session("cuda", bounds) as session, progress_bar() as progress:
         from dovetail.bench.fused import gpu
 
-        done = [0]
+        found, done, facts = gpu.Measured([], []), [0], session.facts()
 
         def tell(text: str) -> None:
             done[0] += 1
             if progress is not None:
                 progress(done[0], len(spec.shapes) + len(spec.products), text)
 
-        found = gpu.measure(session, spec, tell)
-        facts = session.facts()
+        try:
+            gpu.measure(session, spec, tell, found)
+            facts = session.facts()
+        except KeyboardInterrupt:
+            if found.rows:
+                print(f"ended after {len(found.rows)} of {len(spec.shapes)} shapes; these are", file=sys.stderr)
+                _show_gpu(found, facts, json)
+            raise
+    _show_gpu(found, facts, json)
+
+
+def _show_gpu(found: Measured, facts: Row, json: Path | None) -> None:
+    """Table, verdict and record."""
+    from dovetail.bench.fused.rows import table, verdict
+
     for line in table(found.rows):
         print(line)
     _judge([f"{'holds ' if holds else _MISSES} {text}" for holds, text in verdict(found.rows, found.products)], [])

@@ -4,6 +4,7 @@ operators."""
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -77,6 +78,7 @@ _OF_COLLECTIVES, _OF_CUDA, _OF_KV, _OF_SERVE, _OF_OVERLAP, _OF_FUSED = (
 _QUICK_S, _SECONDS = 0.03, 0.25
 _QUICK_LIMIT_S = 45.0
 _ROUNDS = 20
+_LOG_EVERY_S = 30.0  # at least, between two lines of progress where there is no terminal
 
 
 def register(app: typer.Typer) -> None:
@@ -298,9 +300,9 @@ def words(text: str) -> tuple[str, ...]:
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[int, int, str], None] | None]:
-    """A bar on stderr where that is a terminal, otherwise nothing."""
+    """A bar on stderr where that is a terminal, otherwise a line once in a while, for logs of what takes long."""
     if not sys.stderr.isatty():
-        yield None
+        yield _in_a_log()
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -309,6 +311,17 @@ def progress_bar() -> Iterator[Callable[[int, int, str], None] | None]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting", total=None)
         yield lambda done, total, where: bar.update(task, completed=done, total=total, description=where)
+
+
+def _in_a_log() -> Callable[[int, int, str], None]:
+    said = [time.monotonic()]
+
+    def tell(done: int, total: int, where: str) -> None:
+        if time.monotonic() - said[0] >= _LOG_EVERY_S:
+            said[0] = time.monotonic()
+            print(f"{done} of {total}: {where}", file=sys.stderr, flush=True)
+
+    return tell
 
 
 def _show(rows: list[dict[str, Any]], spec: Spec) -> None:

@@ -39,24 +39,27 @@ class Measured(NamedTuple):
         return [*(row.as_dict() for row in self.rows), *(product.as_dict() for product in self.products)]
 
 
-def measure(session: Session, spec: Spec, progress: Callable[[str], None] | None = None) -> Measured:
-    """Measures all shapes of a spec.
+def measure(
+    session: Session, spec: Spec, progress: Callable[[str], None] | None = None, into: Measured | None = None
+) -> Measured:
+    """Measures all shapes of a spec. `into` gets each as it is done: what is there if it is ended before.
 
     Raises:
         HardwareError: a form gave a wrong byte, or can't be timed.
         NotSupported: more host memory would be pinned than the session allows.
     """
     tell = progress or (lambda text: None)
+    found = Measured([], []) if into is None else into
     with _Site(session, spec) as site:
-        products = [site.product(*sizes) for sizes in spec.products]
-        for product in products:
+        for sizes in spec.products:
+            product = site.product(*sizes)
+            found.products.append(product)
             tell(f"{product.m}x{product.n}x{product.k}: {product.share:.3f} of torch.mm ({product.tile})")
-        rows = []
         for shape in spec.shapes:
-            rows.append(site.row(shape))
-            row = rows[-1]
+            row = site.row(shape)
+            found.rows.append(row)
             tell(f"{shape.name}: {row.us(Kind.DMA):.0f} us, {than(row.lower, 'unfused')}")
-        return Measured(rows, products)
+        return found
 
 
 class _Site:
