@@ -31,10 +31,15 @@ class Rates:
     row_us: float  #: of the link, for one row in each direction
     copy_us: float = COPY_US
     flag_us: float = FLAG_US
+    mean_us: float = math.inf  #: of the computation, for one row of all: where the last wave is shared out, it is less
 
     def ready_us(self, rows: int) -> float:
         """When so many rows are there."""
         return math.ceil(rows / self.wave_rows - 1e-9) * self.wave_us
+
+    def computed_us(self, rows: int) -> float:
+        """When the last of all these is."""
+        return min(self.ready_us(rows), rows * self.mean_us) if rows else 0.0
 
 
 Piece = tuple[int, int, int]
@@ -147,7 +152,7 @@ def planned_cut(
 
     def cut(number: int, after_us: float) -> Planned:
         made = best_cut(rows, leaving, step, rates, head_rows=number, head_us=after_us)
-        computed_us = after_us + rates.ready_us(every - number)
+        computed_us = after_us + rates.computed_us(every - number)
         end_us = max(made.end_us, computed_us)
         merged = _merged(made.pieces, rates, max(made.end_us, _AHEAD * computed_us), number, after_us)
         own = [(stays, 0, rows[stays])] if rows[stays] else []

@@ -10,7 +10,7 @@ is there when the GPU has as large a part of its own), others have everything re
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.ticket import GpuTicket
@@ -74,6 +74,7 @@ class DmaGemm:
             slice_rows, first_rows: rows that one flag stands for, and those of the first one; whole tiles are best.
                 Slices do not grow unless `first_rows` is given, too.
             head: the first slice is torch's product, and an event lets its copies begin; None: where that is sooner.
+            blocks: the tile; by default the one with which all is said to be over sooner.
             split: see `SplitK`; by default the last tiles, where tiles are large.
             rates: what was measured of the product and the link; about those of an H200 by default.
         """
@@ -81,16 +82,18 @@ class DmaGemm:
         exchange, cores = buffers.exchange, device.driver.num_multiprocessors(device.index)
         gemm_exchange(x_shape, w_shape, dtype, exchange.send, exchange.receive)
         (self.M, self.K), self.N, self.dtype = x_shape, w_shape[0], dtype
-        self.blocks = blocks or slice_blocks(self.M, self.N, self.K, dtype.itemsize, cores)
+        tries = [blocks] if blocks else slice_blocks(self.M, self.N, self.K, dtype.itemsize, cores)
+        row_us, cuts = link_us(exchange.row_bytes[GPU]), []
+        for each in tries:
+            how = split or (SplitK.TAIL if each.width == LARGE.width else SplitK.NONE)
+            by = rates or gemm_rates(each, how, self.M, self.N, self.K, cores, row_us=row_us)
+            cut = _cut(
+                exchange, each.height, slice_rows, first_rows, order, pace, head, by,
+                lambda rows: gemm_head_us(rows, self.N, self.K, cores),
+            )  # fmt: skip
+            cuts.append((each, how, cut))
+        self.blocks, split, (every, first_apart, _) = min(cuts, key=lambda found: found[2].end_us)
         height = self.blocks.height
-        if split is None:
-            split = SplitK.TAIL if self.blocks.width == LARGE.width else SplitK.NONE
-        row_us = link_us(exchange.row_bytes[GPU])
-        rates = rates or gemm_rates(self.blocks, split, self.M, self.N, self.K, cores, row_us=row_us)
-        every, first_apart = _cut(
-            exchange, height, slice_rows, first_rows, order, pace, head, rates,
-            lambda rows: gemm_head_us(rows, self.N, self.K, cores),
-        )  # fmt: skip
         self.tiles = across(every, height)
         self.y = buffers.y[GPU][: exchange.y_bytes(GPU)].view(dtype).view(self.M, self.N)
         self._operands: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -143,11 +146,17 @@ class DmaGemm:
         self.run.close()
 
 
+class _Cut(NamedTuple):
+    tiles: RowTiles
+    head: bool  #: the first slice is a launch of its own
+    end_us: float  #: when all is said to be over; 0 if slices were given
+
+
 def _cut(
     exchange: Exchange, height: int, rows: int | None, first: int | None, order: Order | str, pace: Pace | str,
     head: bool | None, rates: Rates, head_us: Callable[[int], float],
-) -> tuple[RowTiles, bool]:  # fmt: skip
-    """(the GPU's rows, whether the first slice is a launch of its own): slices as given, or the best ones by a model.
+) -> _Cut:  # fmt: skip
+    """Slices as given, or the best ones by a model.
 
     The model knows rows that leave first. Where others come before them, slices are cut by their number.
     """
@@ -155,11 +164,12 @@ def _cut(
     if rows is None and first is None and Order(order) is Order.REMOTE and leaving:
         may = head is not False and Pace(pace) is Pace.STEP
         found = planned_cut(send, exchange.served, height, rates, head_us=head_us if may else None, head=head)
-        return row_tiles(send, GPU, height, cuts=found.pieces, order=order), found.head or bool(head)
+        tiles = row_tiles(send, GPU, height, cuts=found.pieces, order=order)
+        return _Cut(tiles, found.head or bool(head), found.end_us)
     if rows is None:
         rows = slice_rows_of(leaving, exchange.row_bytes[GPU], height)
         first = first or first_rows_of(rows, height)
-    return row_tiles(send, GPU, height, slice_rows=rows, first_rows=first, order=order), bool(head)
+    return _Cut(row_tiles(send, GPU, height, slice_rows=rows, first_rows=first, order=order), bool(head), 0.0)
 
 
 def embedding_exchange(
@@ -205,7 +215,7 @@ class DmaEmbedding:
         row_us = link_us(exchange.row_bytes[GPU])
         rates = rates or bag_rates(self.B, sum(exchange.send[1:]), row_us=row_us)
         each_us = rates.wave_us / rates.wave_rows
-        self.tiles, first_apart = _cut(
+        self.tiles, first_apart, _ = _cut(
             exchange, height, slice_rows, first_rows, order, pace, head, rates, lambda rows: rows * each_us + LAUNCH_US
         )  # fmt: skip
         self.y = buffers.y[GPU][: exchange.y_bytes(GPU)].view(self.dtype).view(self.B, self.T, self.D)

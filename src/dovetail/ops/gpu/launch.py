@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.ops.gpu.cut import Rates
-from dovetail.ops.gpu.tiles import NO_RUNS, SLICE, Blocks, RowTiles, runs_of
+from dovetail.ops.gpu.tiles import LARGE, NO_RUNS, SLICE, Blocks, RowTiles, runs_of
 
 if TYPE_CHECKING:
     import torch
@@ -86,6 +86,7 @@ def parts_of(split: SplitK | str, num_tiles: int, columns: int, programs: int, s
 #: Floating-point operations of a multiprocessor in a microsecond, and bytes each way over the link beside a product:
 #: those of an H200 with PCIe 5.0. They decide where slices are cut, if nobody knows better.
 _CORE_FLOPS, _LINK_BYTES = 6e6, 50e3
+_NARROW = 0.96  # of that with tiles that are narrower than `LARGE`
 
 
 #: What a launch of its own takes longer than the same rows in another one.
@@ -105,13 +106,14 @@ def gemm_rates(
     columns, num_tiles = -(-n // blocks.width), -(-rows // blocks.height)
     parts = parts_of(split, num_tiles, columns, cores, -(-k // blocks.depth))
     several = [number for number in parts if number > 1]
-    tile_us = 2 * blocks.height * blocks.width * k / _CORE_FLOPS
+    tile_us = 2 * blocks.height * blocks.width * k / (_CORE_FLOPS * (1 if blocks.width >= LARGE.width else _NARROW))
+    num_waves = waves(num_tiles, columns, cores, len(several), max(parts, default=1))
     if compute_us is not None:
-        tile_us = compute_us / max(waves(num_tiles, columns, cores, len(several), max(parts, default=1)), 1)
+        tile_us = compute_us / max(num_waves, 1)
     first = parts[0] if parts else 1  # several programs to each of the first tiles are done sooner, with fewer tiles
     return Rates(
         wave_us=tile_us / first, wave_rows=cores / max(columns, 1) * blocks.height / first,
-        row_us=row_us,
+        row_us=row_us, mean_us=tile_us * num_waves / max(rows, 1),
     )  # fmt: skip
 
 

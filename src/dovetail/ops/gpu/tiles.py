@@ -255,20 +255,21 @@ _SINGLE = Blocks(height=64, width=64, depth=32, warps=4, stages=3)
 _FEW_WAVES = 3
 
 
-def slice_blocks(rows: int, n: int, k: int, item_bytes: int, programs: int) -> Blocks:
-    """For a product whose rows are sent slice by slice, in groups that are computed in one wave.
+def slice_blocks(rows: int, n: int, k: int, item_bytes: int, programs: int) -> list[Blocks]:
+    """For a product whose rows are sent slice by slice: what may be fastest, in groups that are computed in one wave.
 
-    `MEDIUM` where `LARGE` would make few waves and tensor descriptors can be made: twice as many waves, so there is
+    `MEDIUM` too where `LARGE` would make few waves and tensor descriptors can be made: twice as many waves, so there is
     something to be sent after half the time.
 
-    >>> [(b.width, b.group) for b in (slice_blocks(16896, 8192, 4096, 2, 132), slice_blocks(2560, 4096, 4096, 2, 132))]
-    [(256, 4), (128, 4)]
+    >>> [(b.width, b.group) for b in slice_blocks(2560, 4096, 4096, 2, 132)]
+    [(256, 8), (128, 4)]
+    >>> [(b.width, b.group) for b in slice_blocks(16896, 8192, 4096, 2, 132)]
+    [(256, 4)]
     """
-    tiles = -(-rows // LARGE.height) * -(-n // LARGE.width)
-    blocks = LARGE
+    found, tiles = [LARGE], -(-rows // LARGE.height) * -(-n // LARGE.width)
     if tiles < _FEW_WAVES * programs and item_bytes == 2 and k * item_bytes % 16 == 0:
-        blocks = MEDIUM
-    return replace(blocks, group=max(1, min(blocks.group, programs // max(1, -(-n // blocks.width)))))
+        found.append(MEDIUM)
+    return [replace(b, group=max(1, min(b.group, programs // max(1, -(-n // b.width))))) for b in found]
 
 
 def gemm_blocks(rows: Sequence[int], n: int, k: int, item_bytes: int, programs: int) -> Blocks:
