@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from dovetail.kv.mover import CpuMover
+from dovetail.kv.plain import CpuMover
 from dovetail.kv.planner import Direction, Table
 
 WORDS = 128

@@ -13,7 +13,8 @@ from dovetail.hw.gpu.device import Device
 from dovetail.kv.choose import Path
 from dovetail.kv.layout import Layout, block_outermost, layer_outermost
 from dovetail.kv.learn import RARELY, SETTLED, TRIALS
-from dovetail.kv.mover import CpuMover, GpuMover
+from dovetail.kv.mover import GpuMover
+from dovetail.kv.plain import CpuMover
 from dovetail.kv.planner import Direction, Pieces, Table, table
 
 LAYOUTS = [

@@ -18,7 +18,7 @@ from dovetail.kv import costs
 from dovetail.kv.choose import Costs, Samples, Shape, choose
 from dovetail.kv.choose import Path as Form
 from dovetail.kv.models import model
-from dovetail.kv.mover import CpuMover
+from dovetail.kv.plain import CpuMover
 from dovetail.kv.planner import Direction, Table
 from dovetail.measure import machine, record
 

@@ -23,7 +23,8 @@ from dovetail.bench.serve.spec import Spec
 from dovetail.errors import NotSupported
 from dovetail.hw.gpu import driver
 from dovetail.kv.choose import Path as Form
-from dovetail.kv.mover import CpuMover, GpuMover
+from dovetail.kv.mover import GpuMover
+from dovetail.kv.plain import CpuMover
 from dovetail.kv.planner import Table
 from dovetail.kv.transformers import PagedMemory
 from dovetail.measure import record

@@ -17,7 +17,8 @@ from dovetail.hw.gpu.driver import WAIT, WORD
 from dovetail.kv.choose import Path
 from dovetail.kv.layout import Layout, block_outermost, layer_outermost
 from dovetail.kv.models import MODELS, model
-from dovetail.kv.mover import CpuMover, GpuMover, linear
+from dovetail.kv.mover import GpuMover, linear
+from dovetail.kv.plain import CpuMover
 from dovetail.kv.planner import Direction, Pieces, table
 
 LAYOUTS = [

@@ -31,7 +31,8 @@ from dovetail.hw.gpu.driver import WAIT, WORD, WRITE, DriverError
 from dovetail.kv import staging
 from dovetail.kv.choose import Costs, Path, Samples
 from dovetail.kv.layout import Layout, block_outermost, layer_outermost
-from dovetail.kv.mover import CpuMover, GpuMover
+from dovetail.kv.mover import GpuMover
+from dovetail.kv.plain import CpuMover
 from dovetail.kv.planner import Direction, Pieces, Table, table
 from dovetail.kv.staging import Half, Staging
 
@@ -153,16 +154,107 @@ def layout_of(rows: int = 6, row_bytes: int = 128, blocks: int = 48) -> Layout:
     return layer_outermost("rows", num_layers=rows, row_bytes=row_bytes, num_blocks=blocks)
 
 
+@pytest.mark.parametrize("path", ["staged", "mixed"])
 @pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize("delay_s", [0.0, 2e-3], ids=["prompt", "late"])
-def test_it_moves_the_bytes_of_plain_copies(device: Device, direction: Direction, delay_s: float) -> None:
+def test_it_moves_the_bytes_of_plain_copies(device: Device, direction: Direction, delay_s: float, path: str) -> None:
     rig = Rig(device, layout_of(), delay_s)
     copies = rig.copies(direction)
     wanted = rig.expected((direction, copies))
-    transfer = rig.mover.submit(direction, copies, "staged")
+    transfer = rig.mover.submit(direction, copies, path)
     transfer.wait()
     assert rig.is_like(wanted)
-    assert sum(rig.kernel.launches) == int(copies.rows.sum())
+    directly = len(copies) // 4 if path == "mixed" else 0
+    assert sum(rig.kernel.launches) == int(copies.rows.sum()) - 6 * directly
+    rig.close()
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_a_mixed_transfer_sends_some_directly_while_the_kernel_waits(
+    device: Device, direction: Direction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last blocks of a fetch, the first ones of a store; the kernel does not wait for them, but the end does."""
+    rig = Rig(device, layout_of())
+    copies = rig.copies(direction)
+    wanted = rig.expected((direction, copies))
+    gate, held, copy_rows = device.pinned(64), [], device.driver.copy_rows
+    gate.array[:] = 0
+
+    def late(dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, stream: int) -> None:
+        device.driver.stream_words(np.array([(WAIT, gate.address, 1)], WORD), stream)
+        held.append((dst if direction is Direction.FETCH else src) - rig.cache)
+        copy_rows(dst, dst_pitch, src, src_pitch, width, rows, stream)
+
+    monkeypatch.setattr(device.driver, "copy_rows", late)
+    transfer = rig.mover.submit(direction, copies, "mixed")
+    few = len(copies) // 4
+    mine = slice(-few, None) if direction is Direction.FETCH else slice(few)
+    assert held == copies.device[mine].tolist()
+    until = time.monotonic() + 20
+    while sum(rig.kernel.launches) < 6 * (len(copies) - few) and time.monotonic() < until:
+        time.sleep(1e-3)
+    assert sum(rig.kernel.launches) == 6 * (len(copies) - few)
+    time.sleep(5e-3)
+    assert not transfer.is_over()
+    gate.array.view(np.uint64)[0] = 1
+    transfer.wait()
+    assert rig.is_like(wanted)
+    rig.close()
+
+
+@pytest.mark.parametrize("path", ["staged", "mixed", "dma-2d"])
+def test_a_store_begins_behind_the_writers_of_its_blocks(device: Device, path: str) -> None:
+    rig, driver = Rig(device, layout_of()), device.driver
+    copies, writer, gate = rig.copies(Direction.STORE), driver.stream_create(), device.pinned(64)
+    gate.array[:] = 0
+    driver.stream_words(np.array([(WAIT, gate.address, 1)], WORD), writer)
+    driver.fill(rig.cache, 0xA5, rig.layout.size_bytes, writer)
+    transfer = rig.mover.submit("store", copies, path, after=[writer])
+    time.sleep(5e-3)
+    cache, *parts = [memory.copy() for memory in rig.memories()]
+    cache[:] = 0xA5
+    CpuMover(cache, parts).submit("store", copies)
+    gate.array.view(np.uint64)[0] = 1
+    transfer.wait()
+    assert rig.is_like([cache, *parts])
+    driver.stream_destroy(writer)
+    rig.close()
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_what_goes_directly_comes_behind_the_transfer_before(
+    device: Device, direction: Direction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernel may still write the same blocks. All streams of the strided copies have joined it, or one that has."""
+    rig, said = Rig(device, layout_of()), []
+    before = rig.mover.submit(direction, rig.copies(direction), "staged")
+    join, order, copy_rows = before.join, device.order, device.driver.copy_rows
+    monkeypatch.setattr(before, "join", lambda stream: (said.append((None, stream)), join(stream)))
+    monkeypatch.setattr(device, "order", lambda of, to: (said.append((of, to)), order(of, to)))
+    monkeypatch.setattr(device.driver, "copy_rows", lambda *a: (said.append(("copy", a[-1])), copy_rows(*a)))
+    rig.mover.submit(direction, rig.copies(direction), "mixed").wait()
+    behind: set[Any] = {None}
+    for of, stream in said:
+        if of == "copy":
+            assert stream in behind
+        elif of in behind:
+            behind.add(stream)
+    assert any(of == "copy" for of, _ in said)
+    rig.close()
+
+
+def test_few_copies_and_one_stream_are_staged(device: Device) -> None:
+    """There is nothing to be mixed: three copies have no quarter, and one stream has the kernel behind it."""
+    rig = Rig(device, layout_of())
+    alone = GpuMover(device, rig.cache, [p.address for p in rig.parts], num_streams=1, launch=rig.kernel)
+    for mover, count in ((rig.mover, 3), (alone, 30)):
+        for direction in Direction:
+            copies = rig.copies(direction, count)
+            wanted, before = rig.expected((direction, copies)), sum(rig.kernel.launches)
+            mover.submit(direction, copies, "mixed").wait()
+            assert rig.is_like(wanted)
+            assert sum(rig.kernel.launches) - before == 6 * len(copies)
+    alone.close()
     rig.close()
 
 
@@ -171,7 +263,8 @@ def test_transfers_that_follow_each_other_share_the_chunks(device: Device, direc
     rig = Rig(device, layout_of(), 1e-3)
     requests = [(direction, rig.copies(direction)) for _ in range(4)]
     wanted = rig.expected(*requests)
-    transfers = [rig.mover.submit(d, copies, "staged") for d, copies in requests]
+    paths = ["staged", "mixed", "staged", "mixed"]
+    transfers = [rig.mover.submit(*request, path) for request, path in zip(requests, paths, strict=True)]
     transfers[-1].wait()
     assert all(t.is_over() for t in transfers)
     assert rig.is_like(wanted)
@@ -207,7 +300,7 @@ def test_a_transfer_is_over_after_those_before_it(device: Device) -> None:
     rig.close()
 
 
-@pytest.mark.parametrize("path", ["dma-2d", "dma-batch", "dma-loop", "staged"])
+@pytest.mark.parametrize("path", ["dma-2d", "dma-batch", "dma-loop", "staged", "mixed"])
 def test_the_last_of_two_fetches_of_a_block_stays(device: Device, path: str) -> None:
     """The kernel of the first is late: what the second brings, by whatever path, comes behind it."""
     rig = Rig(device, layout_of(), 5e-3)
@@ -234,7 +327,7 @@ def test_both_ways_and_all_paths_at_once(device: Device) -> None:
             where = block + rng.permutation(24)[:count], slot + np.sort(rng.permutation(20)[:count])
             requests.append((Direction(direction), table(direction, rig.layout, *where, rig.pieces)))
         wanted = rig.expected(*requests)
-        paths = rng.choice(["staged", "staged", "dma-2d", "dma-loop"], len(requests))
+        paths = rng.choice(["staged", "staged", "mixed", "mixed", "dma-2d", "dma-loop"], len(requests))
         for transfer in [rig.mover.submit(*request, str(path)) for request, path in zip(requests, paths, strict=True)]:
             transfer.wait()
         assert rig.is_like(wanted), f"trial {trial}: {shape}, {paths}"
@@ -323,13 +416,15 @@ def test_what_is_contiguous_or_strided_on_the_host_goes_directly(device: Device)
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rows=some.integers(2, 40), vectors=some.integers(1, 20), seed=some.integers(0, 99), count=some.integers(1, 40),
-    direction=some.sampled_from(list(Direction)),
+    direction=some.sampled_from(list(Direction)), path=some.sampled_from(["staged", "mixed"]),
 )  # fmt: skip
-def test_any_shape(device: Device, rows: int, vectors: int, seed: int, count: int, direction: Direction) -> None:
+def test_any_shape(
+    device: Device, rows: int, vectors: int, seed: int, count: int, direction: Direction, path: str
+) -> None:
     rig = Rig(device, layout_of(rows, 16 * vectors), seed=seed)
     copies = rig.copies(direction, count)
     wanted = rig.expected((direction, copies))
-    rig.mover.submit(direction, copies, "staged").wait()
+    rig.mover.submit(direction, copies, path).wait()
     assert rig.is_like(wanted)
     rig.close()
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from dovetail.hw.gpu.device import Device
 from dovetail.kv import costs as measured
 from dovetail.kv import staging
-from dovetail.kv.choose import VECTOR_BYTES, Choice, Costs, Path, Shape, estimate, is_aligned
+from dovetail.kv.choose import BY_STAGING, VECTOR_BYTES, Choice, Costs, Path, Shape, estimate, is_aligned
 from dovetail.kv.learn import Learner, Request
 from dovetail.kv.planner import Direction, Form, Table
 
@@ -57,8 +57,8 @@ class Auto:
     ) -> tuple[Choice, Request | None]:
         """The path, and what learns from the transfer: nothing if others are under way (not `is_clear`)."""
         request = self._request(direction, table, beside, self._able)
-        if Path.STAGED in request.near() and not self._can_stage(table):
-            request = self._request(direction, table, beside, self._able - {Path.STAGED})
+        if not BY_STAGING.isdisjoint(request.near()) and not self._can_stage(table):
+            request = self._request(direction, table, beside, self._able - BY_STAGING)
         is_timed = self._learn and table.size_bytes > 0 and request.is_due() and is_clear()
         return request.choose(is_timed=is_timed), request if is_timed else None
 
@@ -78,9 +78,9 @@ class Auto:
         elif transfer.direction is not direction:  # one of its own direction comes behind it
             self._watched = transfer, None
 
-    def leave_out(self, path: Path) -> None:
-        """It is not taken any more."""
-        self._paths -= {path}
+    def leave_out(self, paths: Collection[Path]) -> None:
+        """They are not taken any more."""
+        self._paths -= frozenset(paths)
         vars(self).pop("_able", None)  # to be found anew
 
     def _request(self, direction: Direction, table: Table, beside: bool, paths: frozenset[Path]) -> Request:
@@ -103,7 +103,7 @@ class Auto:
         caps = self._device.caps
         paths = self._paths if caps.batched_copy else self._paths - {Path.DMA_BATCH}
         staged = not self._cache % VECTOR_BYTES and caps.stream_gates and (self._has_launch or staging.has_kernel())
-        return paths if staged else paths - {Path.STAGED}
+        return paths if staged else paths - BY_STAGING
 
     def _can_stage(self, table: Table) -> bool:
         """Can the kernel move these rows, and do any of them gain by it?"""

@@ -21,8 +21,9 @@ from dovetail.hw.gpu.heap import Heap
 from dovetail.kv.choose import Path
 from dovetail.kv.items import HostItems, Item, pending
 from dovetail.kv.layout import block_outermost
-from dovetail.kv.mover import CpuMover, GpuMover, Transfer
+from dovetail.kv.mover import GpuMover, Transfer
 from dovetail.kv.order import CpuOrder, GpuOrder, Order
+from dovetail.kv.plain import CpuMover
 from dovetail.kv.planner import Direction, Table, table
 from dovetail.kv.prefixes import Mover
 from dovetail.kv.window import Slot

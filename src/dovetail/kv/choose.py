@@ -30,11 +30,13 @@ class Path(StrEnum):
     DMA_BATCH = "dma-batch"  #: a linear copy for each row, many to a call
     DMA_LOOP = "dma-loop"  #: a linear copy for each row, a call each
     STAGED = "staged"  #: contiguous copies to staging memory on the GPU, and a kernel between that and the cache
+    MIXED = "mixed"  #: staged, and a part by dma-2d while the kernel waits for its place
     KERNEL = "kernel"  #: a kernel that gathers rows: it takes multiprocessors
     CPU = "cpu"  #: plain memory copies
 
 
-CANDIDATES = (Path.DMA_2D, Path.DMA_BATCH, Path.STAGED)  #: of `auto`
+CANDIDATES = (Path.DMA_2D, Path.DMA_BATCH, Path.STAGED, Path.MIXED)  #: of `auto`
+BY_STAGING = frozenset({Path.STAGED, Path.MIXED})  #: those that need staging memory and a kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

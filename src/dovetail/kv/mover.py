@@ -23,7 +23,7 @@ from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.driver import SourceOrder
 from dovetail.kv import staging
 from dovetail.kv.auto import Auto, gains_by_staging
-from dovetail.kv.choose import CANDIDATES, Choice, Costs, Path
+from dovetail.kv.choose import BY_STAGING, CANDIDATES, Choice, Costs, Path
 from dovetail.kv.learn import Request
 from dovetail.kv.planner import Direction, Table
 from dovetail.kv.staging import Launch, Staging
@@ -31,6 +31,9 @@ from dovetail.kv.staging import Launch, Staging
 logger = logging.getLogger(__name__)
 Ints = NDArray[np.int64]
 _PAUSE_S = 50e-6
+#: How long a kernel may wait for its place beside GEMMs; what an engine takes for a row there, and bytes in a
+#: microsecond (an H200, PCIe 5.0).
+_PLACE_US, _ROW_US, _LINK_BYTES = 800.0, 0.2, 52e3
 
 
 class Transfer(Protocol):
@@ -133,7 +136,7 @@ class GpuMover:
         stream = self._streams[direction][0]
         for other in after:
             self._device.order(other, stream)
-        if choice.path is not Path.STAGED:
+        if choice.path not in BY_STAGING:
             self._behind_last(direction, stream)
         began = self._marked(stream) if request else 0
         try:
@@ -164,8 +167,8 @@ class GpuMover:
                 self._batched(direction, table, stream, choice.entries_per_call)
             case Path.DMA_LOOP:
                 self._looped(direction, table, stream)
-            case Path.STAGED:
-                return self._staged(direction, table, stream), []
+            case Path.STAGED | Path.MIXED:
+                return self._staged(direction, table, stream, mixed=choice.path is Path.MIXED), []
             case _:
                 raise ValueError(f"a cache in a GPU's memory can't be reached by the path {choice.path}")
         return stream, []
@@ -184,12 +187,12 @@ class GpuMover:
     def _choice(self, direction: Direction, table: Table, beside: bool) -> tuple[Choice, Request | None]:
         """The path that `auto` takes, and who learns from it."""
         choice, request = self._auto.choose(direction, table, beside=beside, is_clear=self._is_clear)
-        if choice.path is Path.STAGED:
+        if choice.path in BY_STAGING:
             try:
                 self._through(direction).reserve(len(table) + 2 * table.size_bytes // staging.CHUNK_BYTES + 1)
             except HardwareError as error:
                 logger.warning("auto leaves out the path staged from now on: %s", error)
-                self._auto.leave_out(Path.STAGED)
+                self._auto.leave_out(BY_STAGING)
                 return self._choice(direction, table, beside)
         return choice, request
 
@@ -212,18 +215,23 @@ class GpuMover:
         return (there, here) if direction is Direction.FETCH else (here, there)
 
     def _strided(self, direction: Direction, table: Table, stream: int) -> None:
+        """By all streams of the direction, behind what `stream` has; it goes on behind them."""
+        streams = self._streams[direction][: len(table)]
+        for other in streams[1:]:
+            self._device.order(stream, other)
+        self._issue(direction, table, streams)
+        for other in streams[1:]:
+            self._device.order(other, stream)
+
+    def _issue(self, direction: Direction, table: Table, streams: Sequence[int]) -> None:
+        """Strided copies, in these streams by turns."""
         dst, src = self._sides(direction, table.device, table.piece, table.host)
         pitches = (table.device_pitch, table.host_pitch)
         to, of = pitches if direction is Direction.FETCH else pitches[::-1]
         columns = [column.tolist() for column in (dst, to, src, of, table.width, table.rows)]
-        streams = self._streams[direction][: len(table)]
-        for other in streams[1:]:
-            self._device.order(stream, other)
         copy = self._driver.copy_rows
         for d, d_pitch, s, s_pitch, width, rows, where in zip(*columns, itertools.cycle(streams), strict=False):
             copy(d, d_pitch, s, s_pitch, width, rows, where)
-        for other in streams[1:]:
-            self._device.order(other, stream)
 
     def _through(self, direction: Direction) -> Staging:
         """Staging memory, made when it is first needed."""
@@ -231,20 +239,48 @@ class GpuMover:
             self._staging[direction] = Staging(self._device, direction, launch=self._launch)
         return self._staging[direction]
 
-    def _staged(self, direction: Direction, table: Table, stream: int) -> int:
+    def _staged(self, direction: Direction, table: Table, stream: int, *, mixed: bool = False) -> int:
         """Rows through staging memory, all else directly; returns the stream that ends last."""
-        through = self._through(direction)
-        fits = gains_by_staging(table.form or table, through.chunk_bytes)
+        fits = gains_by_staging(table.form or table, self._through(direction).chunk_bytes)
         if not (fits if table.form else fits.all()):
             others = ~np.broadcast_to(fits, len(table))
             self._behind_last(direction, stream)
             self._strided(direction, table.where(others), stream)
             table = table.where(~others)
-        last = stream
+        return (self._mixed if mixed else self._by_chunks)(direction, table, stream)
+
+    def _by_chunks(self, direction: Direction, table: Table, stream: int) -> int:
+        through, last = self._through(direction), stream
         for mine in table.split(through.chunk_bytes).by_shape():
             device, host = self._cache + mine.device, self._pieces[mine.piece] + mine.host
             shape = int(mine.rows[0]), int(mine.width[0])
             last = through.run(device, mine.device_pitch, host, mine.piece, *shape, stream)
+        return last
+
+    def _mixed(self, direction: Direction, table: Table, stream: int) -> int:
+        """Some of the copies directly, while the kernel waits for its place beside kernels of others.
+
+        The last ones of a fetch, which ends with the kernel; the first ones of a store, which begins with it. Those are
+        in streams that the kernel does not wait for.
+        """
+        others = self._streams[direction][1:]
+        directly = _meanwhile(direction, table)
+        if not directly.any() or not others:
+            return self._by_chunks(direction, table, stream)
+        meanwhile, table = table.where(directly), table.where(~directly)
+        if direction is Direction.FETCH:
+            last = self._by_chunks(direction, table, stream)
+            self._behind_last(direction, stream)
+            self._strided(direction, meanwhile, stream)
+            self._device.order(stream, last)
+            return last
+        for other in others:
+            self._device.order(stream, other)
+            self._behind_last(direction, other)
+        self._issue(direction, meanwhile, others)
+        last = self._by_chunks(direction, table, stream)
+        for other in others:
+            self._device.order(other, last)
         return last
 
     def _batched(self, direction: Direction, table: Table, stream: int, entries: int) -> None:
@@ -295,6 +331,14 @@ class GpuMover:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _meanwhile(direction: Direction, table: Table) -> NDArray[np.bool_]:
+    """Which copies go directly where a path is mixed: as long as a kernel may wait, a quarter of all at most."""
+    number, places = len(table), np.arange(len(table))
+    each_us = (table.num_rows * _ROW_US + table.size_bytes / _LINK_BYTES) / max(number, 1)
+    few = min(number // 4, int(_PLACE_US / max(each_us, _ROW_US)))
+    return places >= number - few if direction is Direction.FETCH else places < few
 
 
 @functools.lru_cache(maxsize=64)
@@ -351,61 +395,3 @@ class GpuTransfer:
                 what = f"the {self.direction} of {self.size_bytes} bytes by {self.choice.path}"
                 raise Timeout(f"{what} was not over after {timeout_s:g} s; it goes on")
             time.sleep(_PAUSE_S)
-
-
-class CpuMover:
-    """Copies between a cache in host memory and pieces of host memory, on the calling thread."""
-
-    def __init__(self, cache: Any, pieces: Sequence[Any]) -> None:
-        """Flat arrays of bytes."""
-        self._cache, self._pieces = cache, list(pieces)
-
-    def submit(
-        self,
-        direction: Direction | str,
-        table: Table,
-        path: Path | str = Path.CPU,
-        *,
-        after: Sequence[int] = (),
-        beside: bool | None = None,
-    ) -> CpuTransfer:
-        """Moves everything before it returns. There are no streams to be `after`, and nothing to choose."""
-        if after:
-            raise ValueError("a cache in host memory has no streams: wait for its writers before you call")
-        if Path(path) is not Path.CPU:
-            raise ValueError(f"a cache in host memory is moved by the path {Path.CPU}, not {path}")
-        fetch = Direction(direction) is Direction.FETCH
-        columns = (
-            table.device, table.piece, table.host, table.width, table.rows, table.device_pitch, table.host_pitch,
-        )  # fmt: skip
-        for device, piece, host, width, rows, pitch, host_pitch in zip(*(c.tolist() for c in columns), strict=True):
-            there = _strides(self._cache, device, width, rows, pitch)
-            here = _strides(self._pieces[piece], host, width, rows, host_pitch)
-            if fetch:
-                there[...] = here
-            else:
-                here[...] = there
-        return CpuTransfer()
-
-    def is_idle(self, direction: Direction | str) -> bool:
-        """Always: what it moves, it moves before it returns."""
-        return True
-
-
-def _strides(memory: Any, offset: int, width: int, rows: int, pitch: int) -> Any:
-    """Rows of a flat array of bytes, checked against its end."""
-    last = offset + (rows - 1) * pitch + width
-    if offset < 0 or last > len(memory):
-        raise ValueError(f"bytes {offset} to {last} are outside a memory of {len(memory)} bytes")
-    return np.lib.stride_tricks.as_strided(memory[offset:], (rows, width), (pitch, 1))
-
-
-class CpuTransfer:
-    """Over when it is made."""
-
-    def is_over(self) -> bool:
-        """Always."""
-        return True
-
-    def wait(self, timeout_s: float = 60.0) -> None:
-        """Returns at once."""

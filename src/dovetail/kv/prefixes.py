@@ -20,7 +20,8 @@ from dovetail.kv.index import block_hashes
 from dovetail.kv.layout import Layout
 from dovetail.kv.memory import PIECE_BYTES, DriverPinner, HostMemory
 from dovetail.kv.models import BLOCK_TOKENS
-from dovetail.kv.mover import CpuMover, GpuMover, Transfer
+from dovetail.kv.mover import GpuMover, Transfer
+from dovetail.kv.plain import CpuMover
 from dovetail.kv.planner import Direction, Pieces, Table, layer_tables, table
 from dovetail.kv.policy import Policy
 from dovetail.kv.pool import Pool, Stats

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from dovetail.bench.kv.load import Load
 from dovetail.errors import NotSupported
 from dovetail.kv.choose import Path
-from dovetail.kv.mover import CpuMover, GpuMover, Transfer
+from dovetail.kv.mover import GpuMover, Transfer
+from dovetail.kv.plain import CpuMover
 from dovetail.kv.planner import Direction, Table
 from dovetail.kv.staging import has_kernel
 
@@ -103,7 +104,7 @@ class GpuPlace:
     def paths(self) -> tuple[str, ...]:
         """The forms that copy engines know."""
         forms: tuple[str, ...] = (Path.AUTO, Path.DMA_2D, Path.DMA_BATCH, Path.DMA_LOOP)
-        return (*forms, Path.STAGED, Path.KERNEL) if has_kernel() else forms
+        return (*forms, Path.STAGED, Path.MIXED, Path.KERNEL) if has_kernel() else forms
 
     def load(self, name: str) -> Load:
         """What computes beside; raises `NotSupported` without a GPU that torch can use."""

@@ -19,7 +19,8 @@ from dovetail.kv.choose import Path
 from dovetail.kv.layout import layer_outermost
 from dovetail.kv.memory import DriverPinner, HostMemory
 from dovetail.kv.models import BLOCK_TOKENS
-from dovetail.kv.mover import CpuMover, GpuMover, Transfer
+from dovetail.kv.mover import GpuMover, Transfer
+from dovetail.kv.plain import CpuMover
 from dovetail.kv.planner import Direction, Pieces, table
 from dovetail.kv.transformers import order
 from dovetail.kv.transformers.shape import KVShape

@@ -21,7 +21,8 @@ from dovetail.errors import Timeout
 from dovetail.hw.gpu.device import Device
 from dovetail.kv.choose import Path
 from dovetail.kv.memory import DriverPinner, HostMemory
-from dovetail.kv.mover import CpuMover, GpuMover, Transfer
+from dovetail.kv.mover import GpuMover, Transfer
+from dovetail.kv.plain import CpuMover
 from dovetail.kv.planner import Direction, Pieces
 from dovetail.kv.vllm.counts import Counts
 from dovetail.kv.vllm.jobs import Caches, Job
