@@ -23,7 +23,7 @@ LAYOUTS = [
     layer_outermost("gaps", num_layers=9, row_bytes=18 << 10, num_blocks=600, gap_bytes=4096),
     block_outermost("block", num_layers=10, row_bytes=16 << 10, num_blocks=600),
 ]
-PATHS = [Path.DMA_2D, Path.DMA_BATCH, Path.DMA_LOOP, Path.STAGED, Path.KERNEL, Path.AUTO]
+PATHS = [Path.DMA_2D, Path.DMA_BATCH, Path.DMA_LOOP, Path.STAGED, Path.MIXED, Path.KERNEL, Path.AUTO]
 
 
 class Rig:
@@ -75,7 +75,7 @@ def test_every_path_moves_the_same_bytes(layout: Layout, path: Path) -> None:
     rig.close()
 
 
-@pytest.mark.parametrize("path", [Path.DMA_2D, Path.STAGED, Path.AUTO])
+@pytest.mark.parametrize("path", [Path.DMA_2D, Path.STAGED, Path.MIXED, Path.AUTO])
 def test_beside_a_computation(path: Path) -> None:
     """Both directions at once while GEMMs hold the multiprocessors, behind a late stream that writes the cache."""
     rig = Rig(LAYOUTS[1], 3)
