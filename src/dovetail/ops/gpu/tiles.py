@@ -247,11 +247,10 @@ class Blocks:
 LARGE = Blocks(height=128, width=256, depth=64, warps=8, stages=3, boxes=4)
 #: With tensor descriptors nearly as fast, and twice as many waves: there is something to be sent after half the time.
 MEDIUM = Blocks(height=128, width=128, depth=64, group=4, warps=4, stages=4, boxes=6)
-_MEDIUM = Blocks(height=128, width=128, depth=64, warps=8, stages=4)
+#: Without descriptors, which take the host longer: where products are launched one by one.
+_PLAIN, _MEDIUM = replace(LARGE, boxes=0), Blocks(height=128, width=128, depth=64, warps=8, stages=4)
 _FLAT = Blocks(height=64, width=128, depth=64, warps=4, stages=4)
 _SINGLE = Blocks(height=64, width=64, depth=32, warps=4, stages=3)
-
-
 _FEW_WAVES = 3
 
 
@@ -283,7 +282,7 @@ def gemm_blocks(rows: Sequence[int], n: int, k: int, item_bytes: int, programs: 
     if max(rows, default=0) <= _FLAT.height:
         return _FLAT
     large = sum(-(-r // LARGE.height) for r in rows) * -(-n // LARGE.width)
-    return LARGE if large >= programs else _MEDIUM
+    return _PLAIN if large >= programs else _MEDIUM
 
 
 def gemv_blocks(m: int, n: int, item_bytes: int, programs: int) -> Blocks:
