@@ -25,7 +25,7 @@ LIMIT_S = 100.0
 #: What ranks use. None of it reads the environment, which ranks get when they begin.
 PRELOADED = (
     "torch", "torch.distributed", "torch.distributed.fsdp", "torch._dynamo", "pytest", "dovetail.coll",
-    "dovetail.hw.cpu._native", "dovetail.overlap.runtime", "dovetail.overlap.fsdp", "tests.ranks.workers",
+    "dovetail.hw.cpu._native", "dovetail.overlap.calls", "dovetail.overlap.fsdp", "tests.ranks.workers",
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import torch
 import dovetail
 from dovetail import overlap
 from dovetail.overlap import Load, Runtime, Strategy
-from dovetail.overlap.runtime import ROUNDS_BEFORE_KEPT
+from dovetail.overlap.contenders import ROUNDS_BEFORE_KEPT
 from tests.ranks import workers
 
 N = 4096

@@ -25,8 +25,8 @@ from dovetail.hw.gpu import tensors
 from dovetail.hw.gpu.driver import WAIT, WORD, Kind
 from dovetail.hw.gpu.world import world_of
 from dovetail.overlap import Load, Mover, Runtime, Strategy
+from dovetail.overlap.contenders import ROUNDS_BEFORE_KEPT
 from dovetail.overlap.policy import DEFAULT_DMA_BYTES
-from dovetail.overlap.runtime import ROUNDS_BEFORE_KEPT
 from tests.ranks import workers
 from tests.ranks.conftest import Pool
 from tests.ranks.gpuranks import environment

@@ -36,8 +36,8 @@ from dovetail.overlap import (
     tasks,
     trials,
 )
+from dovetail.overlap.contenders import ROUNDS_BEFORE_KEPT
 from dovetail.overlap.gpu import GpuPlace
-from dovetail.overlap.runtime import ROUNDS_BEFORE_KEPT
 from dovetail.overlap.tables import BySize, Tables
 from dovetail.overlap.tasks import Bound
 from dovetail.overlap.timing import GpuTimer

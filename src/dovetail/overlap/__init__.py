@@ -15,14 +15,14 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from dovetail.overlap.calls import beside as beside
+    from dovetail.overlap.calls import close as close
+    from dovetail.overlap.calls import explain as explain
+    from dovetail.overlap.calls import run as run
     from dovetail.overlap.collective import Collective as Collective
     from dovetail.overlap.local import LocalCommunication as LocalCommunication
     from dovetail.overlap.runtime import Outcome as Outcome
     from dovetail.overlap.runtime import Runtime as Runtime
-    from dovetail.overlap.runtime import beside as beside
-    from dovetail.overlap.runtime import close as close
-    from dovetail.overlap.runtime import explain as explain
-    from dovetail.overlap.runtime import run as run
     from dovetail.overlap.strategy import Setting as Setting
     from dovetail.overlap.strategy import Strategy as Strategy
     from dovetail.overlap.tasks import Call as Call
@@ -46,10 +46,10 @@ _HOME = {
     "Setting": "strategy",
     "Strategy": "strategy",
     "Traffic": "tasks",
-    "beside": "runtime",
-    "close": "runtime",
-    "explain": "runtime",
-    "run": "runtime",
+    "beside": "calls",
+    "close": "calls",
+    "explain": "calls",
+    "run": "calls",
 }
 
 __all__ = [  # noqa: RUF022 - in the order a reader meets them

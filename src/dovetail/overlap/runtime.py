@@ -11,9 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
-import sys
-import threading
 import time
 import weakref
 from collections import deque
@@ -25,9 +22,10 @@ from dovetail import env
 from dovetail.errors import HardwareError, NotSupported
 from dovetail.hw.gpu.device import Device
 from dovetail.overlap import policy, tables
+from dovetail.overlap.contenders import agreed, baseline, contenders, slowest
 from dovetail.overlap.cpu import CpuPlace
 from dovetail.overlap.gpu import GpuPlace
-from dovetail.overlap.strategy import ALL, AUTO, BY_ENGINES, PARTITIONED, Setting, Strategy, named
+from dovetail.overlap.strategy import AUTO, BY_ENGINES, PARTITIONED, Setting, Strategy, named
 from dovetail.overlap.tables import Tables
 from dovetail.overlap.tasks import (
     Communication,
@@ -45,8 +43,6 @@ from dovetail.overlap.trials import ROUNDS, Trials
 logger = logging.getLogger(__name__)
 #: Pairs that are remembered.
 _MOST_PAIRS = 256
-_MOST_CONTENDERS = 5
-ROUNDS_BEFORE_KEPT = ROUNDS * _MOST_CONTENDERS  #: runs of a pair after which it runs in the way that is kept
 
 Key = tuple[Load | str, Traffic]
 
@@ -280,11 +276,11 @@ class Runtime:
         ranking, wanted = self._estimate(load, comm)
         why: Callable[[], str] = ranking.words
         if env.disable():
-            wanted, why = [_baseline(ranking)], _disabled
+            wanted, why = [baseline(ranking)], _disabled
         if comm.group is None or comm.group.size == 1:
             wanted = [s for s in wanted if self._can(s)]
         else:
-            mine, wanted = wanted, _agreed(wanted, comm.group, self._can)
+            mine, wanted = wanted, agreed(wanted, comm.group, self._can)
             why = why if wanted[0] == mine[0] else _of_rank_0
         pair = _Pair(Trials(wanted), why)
         if logger.isEnabledFor(logging.INFO):
@@ -316,7 +312,7 @@ class Runtime:
                 pair.decide(trials.figures())
             return
         self._read(until=pair)  # all ranks decide at the same call
-        pair.decide(_slowest(trials.figures(), comm.group))
+        pair.decide(slowest(trials.figures(), comm.group))
 
     # --- times
 
@@ -389,133 +385,3 @@ class Runtime:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def contenders(ranking: policy.Ranking) -> list[Setting]:
-    """What is tried of a pair that comes again, the chosen one first.
-
-    It and the second; `dma`, which most often wins, in case it was estimated wrongly; one after the other, and plain
-    streams: what the user would have without us.
-    """
-    order = ranking.order
-    found = list(order[: _MOST_CONTENDERS - len(_ALWAYS)])
-    first = {setting.strategy: setting for setting in reversed(order)}
-    for strategy in _ALWAYS:
-        setting = first.get(strategy)
-        if setting is not None and setting not in found:
-            found.append(setting)
-    return found
-
-
-_PLAIN = (Strategy.SERIAL, Strategy.STREAMS)
-_ALWAYS = (Strategy.DMA, *_PLAIN)
-
-
-def _baseline(ranking: policy.Ranking) -> Setting:
-    return next(s for s in ranking.order if s.strategy in _PLAIN)
-
-
-def _agreed(mine: list[Setting], group: Any, can: Callable[[Setting], bool]) -> list[Setting]:
-    """Rank 0's settings, those that all ranks can run. At least one is left: `serial` is among them everywhere."""
-    import torch
-
-    from dovetail import coll
-
-    told = torch.full((_MOST_CONTENDERS, 3), -1, dtype=torch.int64)
-    for n, s in enumerate(mine):
-        told[n] = torch.tensor([ALL.index(s.strategy), s.cores, list(Mover).index(s.mover)])
-    coll.broadcast(told, group_src=0, group=group)
-    settings = [Setting(ALL[a], cores, list(Mover)[b]) for a, cores, b in told.tolist() if a >= 0]
-    able = torch.tensor([int(can(s)) for s in settings])
-    coll.all_reduce(able, coll.ReduceOp.MIN, group=group)
-    return [s for s, is_able in zip(settings, able.tolist(), strict=True) if is_able]
-
-
-def _slowest(figures: list[float], group: Any) -> list[float]:
-    """Of all ranks, for each setting."""
-    import torch
-
-    from dovetail import coll
-
-    tensor = torch.tensor(figures, dtype=torch.float64)
-    coll.all_reduce(tensor, coll.ReduceOp.MAX, group=group)
-    return [float(figure) for figure in tensor]
-
-
-# --- one for each device ----------------------------------------------------------------------------------------------
-
-_lock = threading.Lock()
-_runtimes: dict[int, Runtime] = {}
-
-
-def runtime(device: Device | None = None) -> Runtime:
-    """The runtime of a device (None: the CPU), made when first asked for."""
-    with _lock:
-        found = _runtimes.get(id(device))
-        if found is None:
-            found = _runtimes[id(device)] = Runtime(device)
-        return found
-
-
-def _drop_after_fork() -> None:
-    """A child has none of its parent's threads and contexts."""
-    _runtimes.clear()
-
-
-os.register_at_fork(after_in_child=_drop_after_fork)
-
-
-def explain(compute: Computation | Callable[[], Any] | None, comm: Communication) -> policy.Ranking:
-    """What `auto` would choose for a pair that is new, and why; nothing runs. None: a computation of unknown length.
-
-    `.choice` is the setting, `.reason` says why, `.predictions` has the estimates.
-    """
-    check(comm)
-    return runtime(comm.device).explain(compute, comm)
-
-
-def run(
-    compute: Computation | Callable[[], Any], comm: Communication, strategy: str = AUTO, *, cores: int = 0
-) -> Outcome:
-    """Runs a communication beside a computation.
-
-    On a GPU both begin behind torch's current stream, which goes on behind both; the call returns at once. On a CPU
-    both are over when it returns. All ranks of the communication's group must make the same calls.
-
-    Args:
-        compute: launches work on torch's current stream; a callable, or a `Computation`, which may say what is known.
-        comm: a `Collective`, a `LocalCommunication`, or anything of that protocol.
-        strategy: "auto" or one of `dovetail.overlap.Strategy`.
-        cores: for a strategy that was asked for: how many cores move the bytes, or the computation goes without.
-
-    Raises:
-        ValueError, NotSupported: an unknown strategy, or one that can't run here; nothing was started.
-    """
-    found = _runtimes.get(id(getattr(comm, "device", None)))  # without the lock, which only who makes one needs
-    if found is None:
-        check(comm)
-        found = runtime(comm.device)
-    return found.run(compute, comm, strategy, cores=cores)
-
-
-def beside(
-    comm: Communication, strategy: str = AUTO, *, cores: int = 0, name: str = ""
-) -> contextlib.AbstractContextManager[Outcome]:
-    """A communication that runs beside what is launched inside a `with`, and is waited for at its end.
-
-    On a GPU it is torch's current stream that waits, not the host. `name` is by which the computation is known; by
-    default the place of the call.
-    """
-    if not name and strategy == AUTO:
-        caller = sys._getframe(1)
-        name = f"{caller.f_code.co_filename}:{caller.f_lineno}"
-    check(comm)
-    return runtime(comm.device).beside(comm, strategy, cores=cores, name=name)
-
-
-def close() -> None:
-    """Gives back what `run` and `beside` have made; they make it anew."""
-    with _lock:
-        for made in _runtimes.values():
-            made.close()
-        _runtimes.clear()

@@ -18,8 +18,10 @@ from typing import Any
 from dovetail.bench.overlap.gpu import GpuSite
 from dovetail.bench.overlap.spec import Compute, Job, Make, Row
 from dovetail.measure.stats import median
-from dovetail.overlap.runtime import ROUNDS_BEFORE_KEPT, Runtime, close, run
-from dovetail.overlap.runtime import runtime as runtime_of
+from dovetail.overlap.calls import close, run
+from dovetail.overlap.calls import runtime as runtime_of
+from dovetail.overlap.contenders import ROUNDS_BEFORE_KEPT
+from dovetail.overlap.runtime import Runtime
 from dovetail.overlap.strategy import COMMUNICATION_FIRST, Setting, Strategy
 from dovetail.overlap.tasks import Bound, Call, Communication, Load, apart_of
 from dovetail.overlap.trials import Trials

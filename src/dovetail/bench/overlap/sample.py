@@ -18,8 +18,8 @@ from dovetail.errors import NotSupported
 from dovetail.measure.interleave import schedule
 from dovetail.measure.stats import median
 from dovetail.overlap import policy
+from dovetail.overlap.contenders import contenders
 from dovetail.overlap.local import CORES
-from dovetail.overlap.runtime import contenders
 from dovetail.overlap.strategy import Setting, Strategy
 from dovetail.overlap.tables import Tables
 from dovetail.overlap.tasks import Communication, Computation, Load, Mover, Traffic
