@@ -12,7 +12,7 @@ import pytest
 from dovetail import cli
 from dovetail.bench.overlap import tune
 from dovetail.measure import record
-from dovetail.overlap import tables
+from dovetail.overlap import section
 from dovetail.overlap.ideal import C_LONG, EQUAL, G_LONG
 from dovetail.overlap.tasks import Mover
 
@@ -68,7 +68,7 @@ def test_tuning_is_what_auto_estimates_with(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("DOVETAIL_PROFILE", str(profile))
     assert run("tune", "--only", "overlap", "--budget", "2s", "--json", str(file)) == 0
     assert all(row["correct"] for row in rows_of(file, "tune"))
-    known = tables.current("cpu")
+    known = section.current("cpu")
     assert known is not None
     assert {kind for kind, _ in known.alone} == {"all_gather", "all_to_all", "all_reduce", "reduce_scatter"}
     assert known.beside

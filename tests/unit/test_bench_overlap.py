@@ -265,7 +265,7 @@ from dovetail.bench.overlap import cost, Spec, lines, pick, rows_of, tune
 from dovetail.bench.overlap.energy import PairGauge, moving
 from dovetail.bench.overlap.gpu import GpuSite
 from dovetail.bench.overlap.measure import measure
-from dovetail.overlap import tables, timing
+from dovetail.overlap import section, timing
 from dovetail.overlap.tasks import Load
 
 timing._OPEN_AFTER_S = 0.003  # copies by the host wait for a stream, and so for its gate
@@ -335,10 +335,10 @@ tune.PIECES, tune.BESIDE, tune._SHORT_ROUNDS = (5632, 1408), 2, 5
 with Session("cuda") as session, GpuSite(session, 4, lambda c: Fill(c, session)) as site:
     sites[:] = [site]
     outcome = tune.measure(site, None, 60.0, time.monotonic())
-    found["tuned"] = tables.section(outcome.tables)
+    found["tuned"] = section.section(outcome.tables)
     found["tune lines"], found["tune notes"] = tune.lines(outcome.tables), outcome.notes
     found["tune rows"] = outcome.rows
-    tables.parse(found["tuned"], "test")
+    section.parse(found["tuned"], "test")
     found["cost"] = cost.measure(site, session, rounds=3)
     found["cost lines"] = cost.lines(found["cost"])
     short = tune.measure(site, None, 1e-6, 0.0)

@@ -17,6 +17,7 @@ from hypothesis import strategies as some
 
 from dovetail import profile
 from dovetail.measure import machine
+from dovetail.overlap import section as stored
 from dovetail.overlap import tables
 from dovetail.overlap.strategy import Setting, Strategy
 from dovetail.overlap.tables import LOCAL, Beside, ByCores, BySize, Known, Tables
@@ -52,7 +53,7 @@ GATHER = Traffic(kind="all_gather", size_bytes=MB)
 
 
 def parsed(**changed: Any) -> Tables:
-    return tables.parse({**SECTION, **changed}, "profile of today")
+    return stored.parse({**SECTION, **changed}, "profile of today")
 
 
 # --- between the points ----------------------------------------------------------------------------------------------
@@ -226,12 +227,12 @@ def test_a_section_comes_back_as_it_was() -> None:
     known = parsed()
     assert known.source == "profile of today"
     assert known.device == "NVIDIA H200"
-    assert json.loads(json.dumps(tables.section(known))) == SECTION
-    assert tables.parse(tables.section(known), known.source) == known
+    assert json.loads(json.dumps(stored.section(known))) == SECTION
+    assert stored.parse(stored.section(known), known.source) == known
     least = {
         name: SECTION[name] for name in ("num_cores", "core_step", "flops", "memory_bytes_per_s", "link_bytes_per_s")
     }
-    assert tables.section(tables.parse(least, "x")) == least
+    assert stored.section(stored.parse(least, "x")) == least
     assert known.joules_per_gb == {Mover.ENGINES: 1.1, Mover.CORES: 3.0}
 
 
@@ -309,12 +310,12 @@ def test_a_broken_section_names_the_place(name: str, value: Any, words: str) -> 
 def test_what_must_be_there_is_missed(name: str) -> None:
     section = {key: value for key, value in SECTION.items() if key != name}
     with pytest.raises(ValueError, match=f"{name}: it is missing"):
-        tables.parse(section, "x")
+        stored.parse(section, "x")
 
 
 def test_a_section_is_an_object() -> None:
     with pytest.raises(ValueError, match=r"it must be an object, not \[1\]"):
-        tables.parse([1], "x")
+        stored.parse([1], "x")
 
 
 @pytest.fixture
@@ -325,18 +326,18 @@ def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_profile_of_this_machine_and_device_is_in_force(keep: Any, caplog: pytest.LogCaptureFixture) -> None:
-    assert tables.current("cuda", "NVIDIA H200") is None  # nothing is shipped
+    assert stored.current("cuda", "NVIDIA H200") is None  # nothing is shipped
     keep({"cuda": SECTION})
-    found = tables.current("cuda", "NVIDIA H200")
+    found = stored.current("cuda", "NVIDIA H200")
     assert found is not None
     assert found.source.startswith("profile of 2")
     assert dataclasses.replace(found, source="profile of today") == parsed()
-    assert tables.current("cuda", "NVIDIA A100") is None
-    assert tables.current("hip", "NVIDIA H200") is None
+    assert stored.current("cuda", "NVIDIA A100") is None
+    assert stored.current("hip", "NVIDIA H200") is None
     anywhere = copy.deepcopy(SECTION)
     del anywhere["device"]
     keep({"cuda": anywhere})
-    assert tables.current("cuda", "NVIDIA A100") is not None
+    assert stored.current("cuda", "NVIDIA A100") is not None
     assert not caplog.records
 
 
@@ -344,6 +345,6 @@ def test_the_profile_of_this_machine_and_device_is_in_force(keep: Any, caplog: p
 def test_a_broken_section_is_ignored_with_a_warning(section: Any, keep: Any, caplog: pytest.LogCaptureFixture) -> None:
     keep(section)
     with caplog.at_level(logging.WARNING):
-        assert tables.current("cuda", "NVIDIA H200") is None
+        assert stored.current("cuda", "NVIDIA H200") is None
     assert "section 'overlap' of the profile of" in caplog.text
     assert "until then it counts as not measured" in caplog.text

@@ -126,14 +126,14 @@ def _on_gpu(spec: Spec, bounds: Bounds) -> tuple[Found, Row]:
     from dovetail.bench.overlap.gpu import GpuSite
     from dovetail.bench.overlap.measure import measure
     from dovetail.cli.bench import progress_bar
-    from dovetail.overlap import tables
+    from dovetail.overlap import section
 
     with ExitStack() as stack:
         session = stack.enter_context(Session("cuda", bounds))
         site = stack.enter_context(GpuSite(session, spec.ranks))
         progress = stack.enter_context(progress_bar())
         gauge, notes = _gauge(stack, session.uuid) if spec.energy else (None, [])
-        samples, more, memory = measure(site, progress, spec, tables.current("cuda", site.device_name), gauge)
+        samples, more, memory = measure(site, progress, spec, section.current("cuda", site.device_name), gauge)
         return (samples, [*notes, *more], memory), session.facts()
 
 
@@ -153,11 +153,11 @@ def _on_ranks(spec: Spec) -> Found:
     from dovetail.bench.load import BUSY_SHARE, Others
     from dovetail.bench.overlap.ranks import measure
     from dovetail.cli.bench import progress_bar
-    from dovetail.overlap import tables
+    from dovetail.overlap import section
 
     others = Others()
     with progress_bar() as progress:
-        samples, notes, memory = measure(spec, tables.current("cpu"), progress)
+        samples, notes, memory = measure(spec, section.current("cpu"), progress)
     share = others.share()
     if share is not None and share >= BUSY_SHARE:
         notes = [*notes, f"the machine was busy: others took {share:.0%} of its cores' time; measure again"]

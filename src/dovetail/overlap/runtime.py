@@ -21,7 +21,7 @@ from typing import Any
 from dovetail import env
 from dovetail.errors import HardwareError, NotSupported
 from dovetail.hw.gpu.device import Device
-from dovetail.overlap import policy, tables
+from dovetail.overlap import policy, section
 from dovetail.overlap.contenders import agreed, baseline, contenders, slowest
 from dovetail.overlap.cpu import CpuPlace
 from dovetail.overlap.gpu import GpuPlace
@@ -117,7 +117,7 @@ class Runtime:
         """`known`: what was measured; by default this machine's profile."""
         self.place: GpuPlace | CpuPlace = CpuPlace() if device is None else GpuPlace(device)
         self._device = device
-        self._tables = known or tables.current(self.place.backend, device.name if device else "")
+        self._tables = known or section.current(self.place.backend, device.name if device else "")
         self._pairs: dict[Key, _Pair] = {}  # of communications without a group
         self._of_groups: weakref.WeakKeyDictionary[Any, dict[Key, _Pair]] = weakref.WeakKeyDictionary()
         self._unread: deque[tuple[_Pair, Setting, int, int]] = deque()  # the events of runs, in their order

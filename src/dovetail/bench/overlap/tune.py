@@ -25,7 +25,7 @@ from dovetail.measure import machine
 from dovetail.measure.interleave import schedule
 from dovetail.measure.sizes import approximate_bytes, format_bytes
 from dovetail.measure.stats import median
-from dovetail.overlap import tables as tab
+from dovetail.overlap import section
 from dovetail.overlap.local import CORES
 from dovetail.overlap.strategy import PARTITIONED, Setting, Strategy
 from dovetail.overlap.tables import Beside, ByCores, BySize, Tables
@@ -447,7 +447,7 @@ def save(found: Tables, backend: str) -> Path:
     """Into the profile of this machine; what else it has stays in it, but not older figures of this backend."""
     old, _ = profile.load(env.profile_path(), machine.profile_key())
     kept = dict(old.sections) if old else {}
-    before = kept.get(tab.SECTION)
-    kept[tab.SECTION] = (before if isinstance(before, dict) else {}) | {backend: tab.section(found)}
+    before = kept.get(section.SECTION)
+    kept[section.SECTION] = (before if isinstance(before, dict) else {}) | {backend: section.section(found)}
     key = old.key if old else machine.profile_key()
     return profile.save(profile.Profile(key=key, sections=kept))
