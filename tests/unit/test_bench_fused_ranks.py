@@ -370,16 +370,17 @@ def test_on_a_gpu_the_spec_follows_the_options(
 
     seen: list[Any] = []
 
-    class Found:
-        rows, products = ("a row",), ("a product",)
+    class Line(str):
+        __slots__ = ()
 
-        def as_dicts(self) -> list[Row]:
-            return [{"shape": "a shape"}]
+        def as_dict(self) -> Row:
+            return {"shape": f"of {self}"}
 
-    def measure(_session: object, spec: Any, tell: Any) -> Found:
+    def measure(_session: object, spec: Any, tell: Any, into: Any) -> None:
         seen.append(spec)
         tell("one")
-        return Found()
+        into.rows.append(Line("a row"))
+        into.products.append(Line("a product"))
 
     monkeypatch.setattr(rows, "table", lambda found: [f"table of {found[0]}"])
     monkeypatch.setattr(rows, "verdict", lambda found, products: [(True, f"{found[0]}"), (False, f"{products[0]}")])
@@ -398,4 +399,4 @@ def test_on_a_gpu_the_spec_follows_the_options(
     assert "no failure" in shown[3]
     data = json.loads(file.read_text())
     assert data["machine"]["gpu"] == {"name": "none"}
-    assert data["rows"][0]["shape"] == "a shape"
+    assert [row["shape"] for row in data["rows"]] == ["of a row", "of a product"]

@@ -115,9 +115,13 @@ def test_what_was_measured_is_kept_if_it_is_ended(
     said = capsys.readouterr()
     assert ("ended after 2 of 40 shapes" in said.err) == (done > 0)
     assert said.out.count("gemm_all_to_all 16M") == done
-    assert file.exists() == (done > 0)
+    assert not file.exists()  # a part is no record of all
+    part = tmp_path / "some.partial.json"
+    assert part.exists() == (done > 0)
+    assert ("nothing was saved" in said.err) == (not done)
+    assert (f"interrupted; what was done is in {part}" in said.err) == (done > 0)
     if done:
-        shapes = [row["shape"] for row in record.read(file).rows]
+        shapes = [row["shape"] for row in record.read(part).rows]
         assert shapes == ["gemm_all_to_all 16M equal @0.25", "gemm_all_to_all 16M equal @0.5"]
 
 

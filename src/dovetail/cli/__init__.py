@@ -27,6 +27,7 @@ from typing import Annotated
 import typer
 
 from dovetail import __version__, env
+from dovetail.cli import _output
 from dovetail.errors import DovetailError
 
 OK, FAILED, USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
@@ -59,6 +60,7 @@ def build(first: str | None = None) -> typer.Typer:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its status."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _output.KEPT.clear()
     with _terminated_like_interrupted() as came:
         try:
             build(words[0] if words else None)(args=words, prog_name="dovetail")
@@ -69,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         except (SystemExit, KeyboardInterrupt) as ended:
             if isinstance(ended, SystemExit) and ended.code != INTERRUPTED:
                 raise
-            print(f"dovetail: {'terminated' if came else 'interrupted'}; nothing was saved", file=sys.stderr)
+            saved = f"what was done is in {', '.join(_output.KEPT)}" if _output.KEPT else "nothing was saved"
+            print(f"dovetail: {'terminated' if came else 'interrupted'}; {saved}", file=sys.stderr)
             raise SystemExit(TERMINATED if came else INTERRUPTED) from None
 
 

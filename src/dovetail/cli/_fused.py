@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from dovetail.bench.gpu.spec import Bounds
+from dovetail.cli import _output
 
 if TYPE_CHECKING:
     from dovetail.bench.fused.gpu import Measured
@@ -168,8 +169,8 @@ def _on_gpu(asked: Asked, bounds: Bounds, json: Path | None) -> None:
             facts = session.facts()
         except KeyboardInterrupt:
             if found.rows:
-                print(f"ended after {len(found.rows)} of {len(spec.shapes)} shapes; these are", file=sys.stderr)
-                _show_gpu(found, facts, json)
+                print(f"ended after {len(found.rows)} of {len(spec.shapes)} shapes; of these:", file=sys.stderr)
+                _show_gpu(found, facts, json and _output.kept_apart(json))
             raise
     _show_gpu(found, facts, json)
 

@@ -14,6 +14,21 @@ if TYPE_CHECKING:
     from dovetail.measure.record import Record
 
 
+#: Files with what a command had done when it was ended.
+KEPT: list[str] = []
+
+
+def kept_apart(path: Path) -> Path:
+    """Where a command that is ended writes what it has done: a part never replaces a whole. `main` names it.
+
+    >>> kept_apart(Path("some.json")).name
+    'some.partial.json'
+    """
+    found = path.with_suffix(f".partial{path.suffix}")
+    KEPT.append(str(found))
+    return found
+
+
 def check_file(what: str, path: Path, *, suffix: str = "") -> None:
     """Raises `ValueError` unless a file can be written at `path`; folders above it may be missing. `what`: its option.
 

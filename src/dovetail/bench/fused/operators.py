@@ -14,8 +14,9 @@ from dovetail.bench.fused.work import TIMEOUT_S, Cut, Work
 from dovetail.ops.gpu.decomposed import How, Rows, bag_rows, gemm_rows, kernel_rows
 from dovetail.ops.gpu.dma import DmaEmbedding, DmaGemm, embedding_exchange, gemm_exchange
 from dovetail.ops.gpu.exchange import GPU, Buffers, Exchange, Layout
-from dovetail.ops.gpu.launch import BagLaunch, GemmLaunch, PoolShape, SplitK, bag_rates, gemm_rates
-from dovetail.ops.gpu.tiles import LARGE, MEDIUM, Blocks, RowTiles
+from dovetail.ops.gpu.launch import BagLaunch, GemmLaunch, PoolShape, SplitK
+from dovetail.ops.gpu.rates import bag_rates, gemm_rates
+from dovetail.ops.gpu.tiles import LARGE, SMALL, Blocks, RowTiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +29,7 @@ class GemmTile(Blocks):
 GEMM_TILES = (
     GemmTile(**asdict(LARGE)),
     *(GemmTile(**asdict(LARGE) | {"group": 4}, split=split) for split in SplitK),
-    GemmTile(**asdict(MEDIUM)),
+    GemmTile(**asdict(SMALL)),
 )
 #: Fewer programs leave more of the memory to copies; those that a multiprocessor can't hold are not launched.
 POOL_TILES = tuple(PoolShape(programs=number) for number in (8, 7, 6, 5))

@@ -186,11 +186,11 @@ class Pilot:
         plain = [Chunks(number=number, layout=work.layouts[0]) for number in numbers]
         planned = Chunks(number=0, layout=work.layouts[0])
         by_torch = [planned, *(replace(each, how=how) for each in plain for how in work.hows)]
-        by_us = [replace(each, tile=tiles[0]) for each in plain]
+        by_us = [replace(each, tile=tiles[0]) for each in (planned, *plain)]
         found: list[Chunks] = []
         for question, tries in (("chunks by torch", by_torch), ("chunks by our kernel", by_us)):
             best = self._best_chunks(question, tries, keep)
-            counted = next((each for each in best if each.number), plain[0])
+            counted = next((each for each in best if each.number), tries[-1])
             grown = [replace(counted, number=n, first=part) for n, part in self._grown(counted.number, numbers)]
             best = self._best_chunks(question, [*best, *grown], keep) if grown else best
             first = best[0]

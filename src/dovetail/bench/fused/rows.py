@@ -28,7 +28,7 @@ class Role(StrEnum):
     COUNTS = "counts"  #: the fastest of these is the figure of its kind
     PICKED = "picked"  #: settled in a pilot and timed afresh: the fastest of these, whatever others took
     DEFAULT = "default"  #: what the library does if it is told nothing
-    ABLATION = "ablation"  #: the picked one but for one setting
+    ABLATION = "ablation"  #: the fastest of the pilot but for one setting, and what can't be without it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class Row:
         return [c for c in mine if c.role is Role.PICKED] or [c for c in mine if c.role is Role.COUNTS]
 
     def taken(self, kind: Kind) -> Cell:
-        """The one whose time is that of its kind: the picked one, otherwise the fastest that counts."""
+        """The one whose time is that of its kind: the fastest that was picked, otherwise the fastest that counts."""
         return min(self._counted(kind), key=lambda cell: cell.time_us)
 
     def us(self, kind: Kind) -> float:

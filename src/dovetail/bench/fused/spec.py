@@ -75,7 +75,8 @@ class Spec:
     chunks: tuple[int, ...] = (3, 6, 12, 24)
     """Chunks of all that leaves, tried with the decomposed forms beside the numbers of slices."""
     rivals: int = 2
-    """Decomposed forms that are timed, of those by torch and of those by our kernel: the fastest of a pilot."""
+    """Decomposed forms that are timed, of those by torch and of those by our kernel: the fastest of a pilot. Of the
+    fused ones it is one more than this."""
     columns: tuple[tuple[int, int], ...] = ((64 << 20, 8192), (0, 4096))
     """N of a product: the first whose bytes the communication reaches."""
     tables: int = 16

@@ -26,7 +26,7 @@ from dovetail.hw.gpu.device import Device
 from dovetail.ops.gpu.cut import EVENT_US, planned_cut
 from dovetail.ops.gpu.decomposed import Chunked, How, Rows, Unfused
 from dovetail.ops.gpu.exchange import GPU, Buffers, Exchange, Layout, first_rows_of, slice_rows_of
-from dovetail.ops.gpu.launch import bag_rates
+from dovetail.ops.gpu.rates import bag_rates
 from dovetail.ops.gpu.released import LANES, WORDS_ON_DEVICE
 from dovetail.ops.gpu.tiles import END, FIRST, Order, RowTiles, row_tiles
 
@@ -201,9 +201,10 @@ class Work(ABC):
         """Whether it differs from the others of `tiles`."""
         return True
 
-    def measured(self, tile: Any) -> dict[str, float]:
-        """Of both sides: microseconds of the computation by this tile, or by torch, and of a row on the link."""
-        return {"compute_us": self.alone_us[tile], "row_us": self.comm_us / sum(self.exchange.send[1:])}
+    def measured(self, tile: Any) -> dict[str, Any]:
+        """Of both sides: microseconds of the computation by this tile, or "torch", and of a row on the link."""
+        compute_us = self.alone_us.get(tile, min(self.alone_us.values()))
+        return {"compute_us": compute_us, "row_us": self.comm_us / max(1, sum(self.exchange.send[1:]))}
 
     # --- forms
 
@@ -290,14 +291,16 @@ class Work(ABC):
         buffers, cuts = self._by_layout[chunks.layout], None
         rows_each, first = self.cut_rows(number or 1, chunks.first)
         if not number:
-            rates = bag_rates(sum(self.exchange.send), sum(self.exchange.send[1:]), **self.measured("torch"))
+            measured = self.measured(chunks.tile or "torch")
+            rates = bag_rates(sum(self.exchange.send), sum(self.exchange.send[1:]), **measured)
             rates = replace(rates, flag_us=EVENT_US)
             cuts = planned_cut(self.exchange.send, self.exchange.served, self._step, rates).pieces
         made = self._kept(Chunked(
             self.device, buffers, rows_each, first_rows=first, cuts=cuts, how=how, timeout_s=TIMEOUT_S,
             streams=self._streams, words_on_device=chunks.words_on_device,
         ))  # fmt: skip
-        setting: dict[str, Any] = {"by": "torch" if by_torch else "ours", "chunks": number, "chunk_rows": rows_each}
+        setting: dict[str, Any] = {"by": "torch" if by_torch else "ours", "chunks": number}
+        setting["chunk_rows"] = rows_each if number else None
         setting |= {"first": chunks.first, "how": str(how), "lanes": LANES, "layout": str(chunks.layout)}
         name = f"{number} chunks{_grown(chunks.first)} {how}" if number else f"planned chunks {how}"
         if cuts:
@@ -306,7 +309,7 @@ class Work(ABC):
             rows = self.rows()
         else:
             height = self.tile_rows(chunks.tile)
-            tiles = row_tiles(self.exchange.send, GPU, height, slice_rows=rows_each, first_rows=first)
+            tiles = row_tiles(self.exchange.send, GPU, height, slice_rows=rows_each, first_rows=first, cuts=cuts)
             rows = self.kernel_rows(tiles, chunks.tile)
             setting["tile"] = self.tile_name(chunks.tile)
             name = f"ours {setting['tile']} {name}"

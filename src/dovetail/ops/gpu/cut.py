@@ -33,6 +33,11 @@ class Rates:
     flag_us: float = FLAG_US
     mean_us: float = math.inf  #: of the computation, for one row of all: where the last wave is shared out, it is less
 
+    def __post_init__(self) -> None:
+        times = (self.wave_us, self.row_us, self.copy_us, self.flag_us)
+        if not (all(0 <= us < math.inf for us in times) and self.mean_us >= 0 and 0 < self.wave_rows < math.inf):
+            raise ValueError(f"{self}: times are not negative, and a wave has rows")
+
     def ready_us(self, rows: int) -> float:
         """When so many rows are there."""
         return math.ceil(rows / self.wave_rows - 1e-9) * self.wave_us
@@ -60,7 +65,8 @@ def best_cut(
     """Cuts `rows[place]` for each place of `order` in turn, at multiples of `step` of all rows.
 
     Args:
-        head_rows: of a first slice, which is given, and is there after `head_us`; the others are computed behind it.
+        head_rows: of a first slice, which is given, and is there after `head_us`; the others are computed behind it. At
+            most those of the first place that has any.
 
     Four rows each 10 us, 4 us for a row on the link: the first four are sent as soon as they are there, later ones,
     for which the link does not wait, go together.
@@ -69,32 +75,32 @@ def best_cut(
     >>> best_cut([0, 8, 8], [1, 2], 4, r)
     Planned(pieces=[(1, 0, 4), (1, 4, 8), (2, 0, 8)], end_us=76.0, head=False)
     """
-    total = sum(rows[place] for place in order)
-    every = step * max(1, math.ceil(total / step / _MOST_PLACES))
+    served = [place for place in order if rows[place]]
+    total = sum(rows[place] for place in served)
+    between = step * max(1, math.ceil(total / step / _MOST_PLACES))
     pieces: list[Piece] = []
     began, end_us = 0, -math.inf  # rows before this place; when the copies of all before it are over
     if head_rows:
-        pieces.append((order[0], 0, head_rows))
+        pieces.append((served[0], 0, head_rows))
         end_us = head_us + EVENT_US + head_rows * rates.row_us
-    for number, place in enumerate(order):
+    for number, place in enumerate(served):
         skipped = head_rows if number == 0 else 0
-        found, end_us = _cut_place(began + skipped, began + rows[place], every, rates, end_us, head_rows, head_us)
+        found, end_us = _cut_place(began + skipped, began + rows[place], between, rates, end_us, head_rows, head_us)
         pieces += [(place, a - began, b - began) for a, b in found]
         began += rows[place]
     return Planned(pieces, end_us, bool(head_rows))
 
 
 def _cut_place(
-    begin: int, end: int, every: int, rates: Rates, free_us: float, head_rows: int, head_us: float
+    begin: int, end: int, between: int, rates: Rates, free_us: float, head_rows: int, head_us: float
 ) -> tuple[list[tuple[int, int]], float]:
     """(rows begin..end-1 in slices, when they have arrived), for a link that is free from `free_us` on.
 
-    The soonest end at every multiple of `every`, from the first one on: no later slice is helped by a later end. Of
-    cuts that end alike the one with fewer copies is taken.
+    The soonest end at every multiple of `between`, from the first one on: no later slice is helped by a later end.
     """
     if begin >= end:
         return [], free_us
-    at = [begin, *range((begin // every + 1) * every, end, every), end]
+    at = [begin, *range((begin // between + 1) * between, end, between), end]
     best: list[tuple[float, int, int]] = [(free_us, 0, 0)]  # end, copies, the place before
     for k in range(1, len(at)):
         there_us = head_us + rates.ready_us(at[k] - head_rows) + rates.flag_us
@@ -161,8 +167,9 @@ def planned_cut(
     plain = cut(0, 0.0)
     if head is False or head_us is None:
         return plain
-    heads = {min(number * step, rows[leaving[0]]) for number in _HEADS} if leaving else set()
-    found = [cut(number, head_us(number)) for number in sorted(heads) if 0 < number < every - rows[stays]]
+    first = next((rows[place] for place in leaving if rows[place]), 0)
+    heads = {min(number * step, first) for number in _HEADS} - {0, every}
+    found = [cut(number, head_us(number)) for number in sorted(heads)]
     if not found:
         if head:
             raise ValueError("a first slice of its own must leave the GPU, and others follow it")

@@ -16,18 +16,9 @@ from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.ticket import GpuTicket
 from dovetail.ops.gpu.cut import Rates, planned_cut
 from dovetail.ops.gpu.exchange import GPU, Buffers, Exchange, Layout, Pace, first_rows_of, slice_rows_of
-from dovetail.ops.gpu.launch import (
-    LAUNCH_US,
-    BagLaunch,
-    GemmLaunch,
-    PoolShape,
-    SplitK,
-    bag_rates,
-    gemm_head_us,
-    gemm_rates,
-    link_us,
-)
+from dovetail.ops.gpu.launch import BagLaunch, GemmLaunch, PoolShape, SplitK, boxes_on
 from dovetail.ops.gpu.place import Placing
+from dovetail.ops.gpu.rates import LAUNCH_US, bag_rates, gemm_head_us, gemm_rates, link_us
 from dovetail.ops.gpu.released import LANES, WORDS_ON_DEVICE, Flags, Headed, Tickets, run_of
 from dovetail.ops.gpu.tiles import (
     END,
@@ -73,7 +64,8 @@ class DmaGemm:
         Args:
             slice_rows, first_rows: rows that one flag stands for, and those of the first one; whole tiles are best.
                 Slices do not grow unless `first_rows` is given, too.
-            head: the first slice is torch's product, and an event lets its copies begin; None: where that is sooner.
+            head: the first slice is torch's product, and an event lets its copies begin; None: where that is sooner, in
+                16 bits.
             blocks: the tile; by default the one with which all is said to be over sooner.
             split: see `SplitK`; by default the last tiles, where tiles are large.
             rates: what was measured of the product and the link; about those of an H200 by default.
@@ -82,20 +74,23 @@ class DmaGemm:
         exchange, cores = buffers.exchange, device.driver.num_multiprocessors(device.index)
         gemm_exchange(x_shape, w_shape, dtype, exchange.send, exchange.receive)
         (self.M, self.K), self.N, self.dtype = x_shape, w_shape[0], dtype
-        tries = [blocks] if blocks else slice_blocks(self.M, self.N, self.K, dtype.itemsize, cores)
+        self.y = buffers.y[GPU][: exchange.y_bytes(GPU)].view(dtype).view(self.M, self.N)
+        sizes, item_bytes = (self.M, self.N, self.K), dtype.itemsize
+        tries = [blocks] if blocks else slice_blocks(*sizes, item_bytes, cores, boxes=boxes_on(self.y.device))
         row_us, cuts = link_us(exchange.row_bytes[GPU]), []
+        if head is None and item_bytes != 2:
+            head = False  # torch may round the operands of longer ones, our kernel does not
         for each in tries:
             how = split or (SplitK.TAIL if each.width == LARGE.width else SplitK.NONE)
-            by = rates or gemm_rates(each, how, self.M, self.N, self.K, cores, row_us=row_us)
+            by = rates or gemm_rates(each, how, *sizes, cores, row_us=row_us, item_bytes=item_bytes)
             cut = _cut(
                 exchange, each.height, slice_rows, first_rows, order, pace, head, by,
-                lambda rows: gemm_head_us(rows, self.N, self.K, cores),
+                lambda rows: gemm_head_us(rows, self.N, self.K, cores, item_bytes),
             )  # fmt: skip
             cuts.append((each, how, cut))
         self.blocks, split, (every, first_apart, _) = min(cuts, key=lambda found: found[2].end_us)
         height = self.blocks.height
         self.tiles = across(every, height)
-        self.y = buffers.y[GPU][: exchange.y_bytes(GPU)].view(dtype).view(self.M, self.N)
         self._operands: tuple[torch.Tensor, torch.Tensor] | None = None
         by_us = across(behind(every, 1), height) if first_apart else self.tiles
         self.kernel = GemmLaunch(by_us, self.N, self.K, cores, self.y.device, blocks=self.blocks, split=split)

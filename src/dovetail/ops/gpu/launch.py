@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.ops.gpu.cut import Rates
-from dovetail.ops.gpu.tiles import LARGE, NO_RUNS, SLICE, Blocks, RowTiles, runs_of
+from dovetail.ops.gpu.tiles import NO_RUNS, SLICE, Blocks, RowTiles, runs_of
 
 if TYPE_CHECKING:
     import torch
@@ -81,51 +80,6 @@ def parts_of(split: SplitK | str, num_tiles: int, columns: int, programs: int, s
         number = 0
     split_ones, others = (parts,) * number, (1,) * (num_tiles - number)
     return others + split_ones if split is SplitK.TAIL else split_ones + others
-
-
-#: Floating-point operations of a multiprocessor in a microsecond, and bytes each way over the link beside a product:
-#: those of an H200 with PCIe 5.0. They decide where slices are cut, if nobody knows better.
-_CORE_FLOPS, _LINK_BYTES = 6e6, 50e3
-_NARROW = 0.96  # of that with tiles that are narrower than `LARGE`
-
-
-#: What a launch of its own takes longer than the same rows in another one.
-LAUNCH_US = 5.0
-
-
-def link_us(row_bytes: int) -> float:
-    """About what the link takes for a row."""
-    return row_bytes / _LINK_BYTES
-
-
-def gemm_rates(
-    blocks: Blocks, split: SplitK | str, rows: int, n: int, k: int, cores: int, *, row_us: float,
-    compute_us: float | None = None,
-) -> Rates:  # fmt: skip
-    """When rows of a product are there; `compute_us`: what all of it takes alone, if that was measured."""
-    columns, num_tiles = -(-n // blocks.width), -(-rows // blocks.height)
-    parts = parts_of(split, num_tiles, columns, cores, -(-k // blocks.depth))
-    several = [number for number in parts if number > 1]
-    tile_us = 2 * blocks.height * blocks.width * k / (_CORE_FLOPS * (1 if blocks.width >= LARGE.width else _NARROW))
-    num_waves = waves(num_tiles, columns, cores, len(several), max(parts, default=1))
-    if compute_us is not None:
-        tile_us = compute_us / max(num_waves, 1)
-    first = parts[0] if parts else 1  # several programs to each of the first tiles are done sooner, with fewer tiles
-    return Rates(
-        wave_us=tile_us / first, wave_rows=cores / max(columns, 1) * blocks.height / first,
-        row_us=row_us, mean_us=tile_us * num_waves / max(rows, 1),
-    )  # fmt: skip
-
-
-def gemm_head_us(rows: int, n: int, k: int, cores: int) -> float:
-    """About what torch takes for the first rows of a product: all of w is read once, and they fill no wave."""
-    return max(n * k * 2 / 3.5e6, 1.2 * 2 * rows * n * k / (cores * _CORE_FLOPS)) + LAUNCH_US
-
-
-def bag_rates(rows: int, leaving: int, *, row_us: float, compute_us: float | None = None) -> Rates:
-    """The same of bags; if nothing was measured, as if all of them took as long as the link does."""
-    each_us = (leaving * row_us if compute_us is None else compute_us) / max(rows, 1)
-    return Rates(wave_us=each_us, wave_rows=1, row_us=row_us)
 
 
 def task_table(
@@ -232,24 +186,30 @@ class GemmLaunch:
             )  # fmt: skip
 
 
-def has_boxes(*matrices: torch.Tensor) -> bool:
-    """Whether tensor descriptors can be made of all these, and the GPU loads by them; under the interpreter, too."""
+#: Major compute capabilities of GPUs that load by tensor descriptors, and have the shared memory for it.
+_BOXES = (9, 10)
+
+
+def boxes_on(where: torch.device) -> bool:
+    """Whether kernels there can load by tensor descriptors; the interpreter can."""
     import torch
 
-    places = all(m.data_ptr() % 16 == 0 and m.shape[1] * m.element_size() % 16 == 0 and m.numel() for m in matrices)
-    first = matrices[0]
-    if not places or first.element_size() != 2:
-        return False
-    if not first.is_cuda:
+    if where.type != "cuda":
         return True
-    return torch.version.hip is None and torch.cuda.get_device_capability(first.device) >= (9, 0)
+    return torch.version.hip is None and torch.cuda.get_device_capability(where)[0] in _BOXES
+
+
+def has_boxes(*matrices: torch.Tensor) -> bool:
+    """Whether tensor descriptors can be made of all these, and are loaded by."""
+    fit = all(m.data_ptr() % 16 == 0 and m.shape[1] * m.element_size() % 16 == 0 and m.numel() for m in matrices)
+    return fit and matrices[0].element_size() == 2 and boxes_on(matrices[0].device)
 
 
 def box(matrix: torch.Tensor, rows: int, columns: int) -> Any:
     """A tensor descriptor of a contiguous matrix in boxes of so many rows and columns."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
+    return TensorDescriptor(matrix, list(matrix.shape), [matrix.shape[1], 1], [rows, columns])  # one row has any stride
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

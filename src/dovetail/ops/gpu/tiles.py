@@ -175,7 +175,7 @@ def across(made: RowTiles, height: int) -> RowTiles:
     tiles: list[tuple[int, int, int, int, int]] = []
     also: list[int] = []
     counts = np.zeros(len(made.slices), np.int64)
-    for run in _runs(made.slices):
+    for run in _adjoining(made.slices):
         place, row, end = 0, int(made.slices[run[0], FIRST]), int(made.slices[run[-1], END])
         while row < end:
             while made.slices[run[place], END] <= row:
@@ -194,19 +194,18 @@ def across(made: RowTiles, height: int) -> RowTiles:
     return replace(made, tiles=table, slices=cut, segments=made.segments[:0], also=np.array(also, np.int64))
 
 
-#: Three runs with nothing in them.
-NO_RUNS = (0,) * 8
-_MOST_RUNS = 3
+#: Two runs with nothing in them.
+NO_RUNS = (0,) * 5
 
 
 def runs_of(made: RowTiles, height: int) -> tuple[int, ...] | None:
-    """Row tiles in at most three runs: first row, end row and number of each; the last run has those that are left.
+    """Row tiles in at most two runs: first row, end row and number of the first; first and end row of the other.
 
-    Within a run a row tile begins where the one before it ends, and all but the last have `height` rows. None if it
-    takes more.
+    Within a run a row tile begins where the one before it ends, and all but the last have `height` rows. Ranks are
+    served in a circle, so rows that lie in one piece have no more runs, if tiles go across slices. None if they have.
 
     >>> runs_of(row_tiles((0, 200, 0, 100), 2, 128), 128)
-    (200, 300, 1, 0, 200, 2, 0, 0)
+    (200, 300, 1, 0, 200)
     """
     found: list[list[int]] = []
     for first, end in made.tiles[:, [FIRST, END]].tolist():
@@ -214,13 +213,13 @@ def runs_of(made: RowTiles, height: int) -> tuple[int, ...] | None:
             found[-1][1:] = [end, found[-1][2] + 1]
         else:
             found.append([first, end, 1])
-    if len(found) > _MOST_RUNS:
+    if len(found) > 2:
         return None
-    found += [[0, 0, 0]] * (_MOST_RUNS - len(found))
-    return (*found[0], *found[1], *found[2][:2])
+    found += [[0, 0, 0]] * (2 - len(found))
+    return (*found[0], *found[1][:2])
 
 
-def _runs(slices: NDArray[np.int64]) -> list[list[int]]:
+def _adjoining(slices: NDArray[np.int64]) -> list[list[int]]:
     """Slices that follow each other in memory."""
     found: list[list[int]] = []
     for k, entry in enumerate(slices):
@@ -246,7 +245,7 @@ class Blocks:
 #: The shape that equals cuBLAS on an H200 at 8192^3 in bf16, in a flattened loop.
 LARGE = Blocks(height=128, width=256, depth=64, warps=8, stages=3, boxes=4)
 #: With tensor descriptors nearly as fast, and twice as many waves: there is something to be sent after half the time.
-MEDIUM = Blocks(height=128, width=128, depth=64, group=4, warps=4, stages=4, boxes=6)
+SMALL = Blocks(height=128, width=128, depth=64, group=4, warps=4, stages=4, boxes=6)
 #: Without descriptors, which take the host longer: where products are launched one by one.
 _PLAIN, _MEDIUM = replace(LARGE, boxes=0), Blocks(height=128, width=128, depth=64, warps=8, stages=4)
 _FLAT = Blocks(height=64, width=128, depth=64, warps=4, stages=4)
@@ -254,20 +253,20 @@ _SINGLE = Blocks(height=64, width=64, depth=32, warps=4, stages=3)
 _FEW_WAVES = 3
 
 
-def slice_blocks(rows: int, n: int, k: int, item_bytes: int, programs: int) -> list[Blocks]:
+def slice_blocks(rows: int, n: int, k: int, item_bytes: int, programs: int, *, boxes: bool) -> list[Blocks]:
     """For a product whose rows are sent slice by slice: what may be fastest, in groups that are computed in one wave.
 
-    `MEDIUM` too where `LARGE` would make few waves and tensor descriptors can be made: twice as many waves, so there is
-    something to be sent after half the time.
+    `SMALL` too where `LARGE` would make few waves and there are `boxes`, tensor descriptors: twice as many waves, so
+    there is something to be sent after half the time.
 
-    >>> [(b.width, b.group) for b in slice_blocks(2560, 4096, 4096, 2, 132)]
+    >>> [(b.width, b.group) for b in slice_blocks(2560, 4096, 4096, 2, 132, boxes=True)]
     [(256, 8), (128, 4)]
-    >>> [(b.width, b.group) for b in slice_blocks(16896, 8192, 4096, 2, 132)]
+    >>> [(b.width, b.group) for b in slice_blocks(16896, 8192, 4096, 2, 132, boxes=True)]
     [(256, 4)]
     """
     found, tiles = [LARGE], -(-rows // LARGE.height) * -(-n // LARGE.width)
-    if tiles < _FEW_WAVES * programs and item_bytes == 2 and k * item_bytes % 16 == 0:
-        found.append(MEDIUM)
+    if boxes and tiles < _FEW_WAVES * programs and item_bytes == 2 and k * item_bytes % 16 == 0:
+        found.append(SMALL)
     return [replace(b, group=max(1, min(b.group, programs // max(1, -(-n // b.width))))) for b in found]
 
 

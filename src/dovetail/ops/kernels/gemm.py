@@ -118,17 +118,14 @@ def store_tile(
 
 
 @triton.jit
-def in_runs(row_tile, begin_0, end_0, num_0, begin_1, end_1, num_1, begin_2, end_2, BM: tl.constexpr):
-    """(first row, how many) of a row tile where rows lie in three runs, of `num_0`, `num_1` and more row tiles.
+def in_runs(row_tile, begin_0, end_0, num_0, begin_1, end_1, BM: tl.constexpr):
+    """(first row, how many) of a row tile where rows lie in two runs, the first of `num_0` row tiles.
 
     What a table would say, without the microsecond for which the first loads of a tile would wait for it.
     """
-    in_0, in_1 = row_tile < num_0, row_tile < num_0 + num_1
-    begin = tl.where(in_0, begin_0, tl.where(in_1, begin_1, begin_2))
-    end = tl.where(in_0, end_0, tl.where(in_1, end_1, end_2))
-    place = row_tile - tl.where(in_0, 0, tl.where(in_1, num_0, num_0 + num_1))
-    first = begin + place * BM
-    return first.to(tl.int64), tl.minimum(end - first, BM)
+    in_0 = row_tile < num_0
+    first = tl.where(in_0, begin_0 + row_tile * BM, begin_1 + (row_tile - num_0) * BM)
+    return first.to(tl.int64), tl.minimum(tl.where(in_0, end_0, end_1) - first, BM)
 
 
 @triton.jit
@@ -149,12 +146,10 @@ def raise_flag(number, flags, value, here):
     signal(flag.to(tl.pointer_type(tl.int64)), value, here & (flag != 0))
 
 
-@triton.jit(do_not_specialize=[
-    "num_tiles", "value", "begin_0", "end_0", "num_0", "begin_1", "end_1", "num_1", "begin_2", "end_2",
-])  # fmt: skip
+@triton.jit(do_not_specialize=["num_tiles", "value", "begin_0", "end_0", "num_0", "begin_1", "end_1"])
 def gemm_slices_kernel(
     x, w, y, tiles, also, slice_tiles, counters, flags, value: tl.int64, num_tiles: tl.int32, N, K,
-    begin_0, end_0, num_0, begin_1, end_1, num_1, begin_2, end_2,
+    begin_0, end_0, num_0, begin_1, end_1,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
     ACROSS: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, SOFT: tl.constexpr, BOXES: tl.constexpr, RUNS: tl.constexpr,
@@ -183,7 +178,7 @@ def gemm_slices_kernel(
         row_tile, column_tile = locate(tile, 0, num_tiles, columns, GROUP)
         entry = tiles + row_tile * FIELDS
         if RUNS:
-            first, num_rows = in_runs(row_tile, begin_0, end_0, num_0, begin_1, end_1, num_1, begin_2, end_2, BM)
+            first, num_rows = in_runs(row_tile, begin_0, end_0, num_0, begin_1, end_1, BM)
         else:
             first = tl.load(entry + FIRST)
             num_rows = (tl.load(entry + END) - first).to(tl.int32)
