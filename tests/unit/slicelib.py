@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +17,9 @@ import torch
 from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.heap import Heap
 from dovetail.ops.gpu.exchange import Buffers, Exchange, Layout
-from dovetail.ops.gpu.released import Flags
+from dovetail.ops.gpu.released import Flags, SlicedRun
 from dovetail.ops.gpu.tiles import RowTiles
+from dovetail.plan import Plan
 
 from .gpulib import Control
 
@@ -121,3 +123,21 @@ class Fails(Played):
         for address in flags.words:
             ctypes.c_uint64.from_address(address).value = flags.value
         raise RuntimeError("no kernel image")
+
+
+def run_some(
+    device: Device, heaps: dict[str, Heap], exchange: Exchange, tiles: RowTiles, plan: Plan, **how: Any
+) -> None:
+    """Runs of a sliced plan beside computations that end their slices in any order: every byte is where it belongs."""
+    buffers = buffers_of(exchange, heaps)
+    stream = device.driver.stream_create()
+    with SlicedRun(device, plan, buffers.of(plan), host_ranks=exchange.peers, **how) as run:
+        assert run.num_flags == len(tiles.slices)
+        for seed in range(4):
+            compute = Played(buffers, tiles, seed)
+            spoil(buffers)
+            run.start(compute, stream).wait(20)
+            compute.join()
+            device.driver.stream_synchronize(stream)
+            assert is_right(buffers, compute.result), seed
+    device.driver.stream_destroy(stream)

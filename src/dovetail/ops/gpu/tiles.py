@@ -202,7 +202,8 @@ def runs_of(made: RowTiles, height: int) -> tuple[int, ...] | None:
     """Row tiles in at most two runs: first row, end row and number of the first; first and end row of the other.
 
     Within a run a row tile begins where the one before it ends, and all but the last have `height` rows. Ranks are
-    served in a circle, so rows that lie in one piece have no more runs, if tiles go across slices. None if they have.
+    served in a circle, so rows that lie in one piece have no more runs, if tiles go across slices and no slice is
+    shorter than a tile. None if they have.
 
     >>> runs_of(row_tiles((0, 200, 0, 100), 2, 128), 128)
     (200, 300, 1, 0, 200)
