@@ -90,8 +90,8 @@ def product_of_boxes(
 ):  # fmt: skip
     """The same by tensor descriptors, x of boxes BM x BK and w of BN x BK: a tile from `row` and `column` on.
 
-    `begin` and `stop` are of K, multiples of BK; what lies outside of a tensor is zero. No thread makes addresses, and
-    what is on its way needs no registers.
+    `begin` and `stop` are of K, multiples of BK (`stop` may be K itself); what lies outside of a tensor is zero. No
+    thread makes addresses, and what is on its way needs no registers.
     """
     acc = tl.zeros((BM, BN), tl.float32)
     for k in range(begin, stop, BK):
