@@ -12,10 +12,11 @@ pytest.importorskip("transformers")
 
 from dovetail.bench.serve.server import Scattered
 from dovetail.kv.choose import Path
-from dovetail.kv.transformers import KVShape, OffloadedCache, PagedCache, PagedMemory, PrefixStore
+from dovetail.kv.transformers import KVShape, OffloadedCache, PagedCache, PagedMemory, PrefixStore, Steps
+from dovetail.kv.transformers.attention import attend
 from tests.llama import WORDS, generate, llama
 
-PATHS = [Path.AUTO, Path.DMA_2D, Path.DMA_BATCH, Path.DMA_LOOP, Path.STAGED, Path.KERNEL]
+PATHS = [Path.AUTO, Path.DMA_2D, Path.DMA_BATCH, Path.DMA_LOOP, Path.STAGED, Path.MIXED, Path.KERNEL]
 ROUNDING = 0.05  # of logits around 10, in float32: attention may multiply in shorter numbers
 
 
@@ -90,3 +91,81 @@ def test_a_context_in_host_memory(model: Any, buffers: int, resident: int) -> No
         ours = generate(model, prompt, cache, new=12)
     assert torch.equal(ours.sequences, plain.sequences)
     assert far(ours, plain) < ROUNDING
+
+
+@pytest.fixture(scope="module")
+def half(model: Any) -> Any:
+    """The same in bfloat16: attention is a kernel of ours, over blocks."""
+    return llama(num_layers=6).to("cuda", torch.bfloat16)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", ["model", "half"])
+def test_steps_as_graphs_behind_fetches(kind: str, path: Path, request: pytest.FixtureRequest) -> None:
+    """Requests in flight, blocks short: replays have the bits of the first run, and rounding from the model."""
+    model = request.getfixturevalue(kind)
+    rounding = ROUNDING if kind == "model" else 1.5
+    prompts = [ids(500 + n, n) for n in range(8)]
+    blocks = memory(model, 6 * 33)
+    steps = Steps(model, blocks)
+    assert steps.paged is (kind == "half")
+    with PrefixStore(blocks, pool_bytes=300 * blocks.layout.slot_bytes, path=path) as store:
+        first: dict[int, list[torch.Tensor]] = {}
+        for turn in range(3):
+            flying: list[tuple[int, PagedCache]] = []
+            moves = []
+            for n in [*range(8), None, None, None, None]:
+                if n is not None:
+                    flying.append((n, store.begin(prompts[n], room=3)))
+                if len(flying) > 4 or n is None:
+                    which, cache = flying.pop(0)
+                    with cache:
+                        if not turn:
+                            steps(prompts[which][:, :496], cache)
+                        assert cache.get_seq_length() == 496
+                        said = [steps(prompts[which][:, 496:], cache)]
+                        for _ in range(2):
+                            said.append(steps(said[-1].argmax().view(1), cache))
+                        moves.append(store.keep(cache, prompts[which]))
+                    if not turn:
+                        first[which] = said
+                        right = generate(model, prompts[which], new=1).logits[0][0]
+                        assert (said[0] - right).abs().nan_to_num(float("inf")).max().item() < rounding
+                    assert all(torch.equal(a, b) for a, b in zip(said, first[which], strict=True))
+            for move in moves:
+                move.wait()
+
+
+def test_generate_by_graphs(model: Any) -> None:
+    blocks = memory(model)
+    steps = Steps(model, blocks)
+    for n in range(3):
+        prompt = ids(300 + 40 * n, n)
+        plain = generate(model, prompt)
+        with steps.generating(), PagedCache(blocks) as cache:
+            ours = generate(model, prompt, cache)
+        assert torch.equal(ours.sequences, plain.sequences)
+        assert far(ours, plain) < ROUNDING
+
+
+@pytest.mark.parametrize("count", [1, 8, 64, 256])
+@pytest.mark.parametrize(("num_heads", "group", "width"), [(8, 4, 128), (2, 16, 128), (3, 3, 64), (1, 1, 256)])
+def test_attention_over_blocks(count: int, num_heads: int, group: int, width: int) -> None:
+    """Against softmax in float32, of tokens that are scattered among no-numbers."""
+    make = torch.Generator("cuda").manual_seed(count)
+    for before in (0, 5, 1000, 9000):
+        number = before + count
+        rows = torch.randperm(number + 300, generator=make, device="cuda")
+        tokens = torch.full((len(rows), 2, num_heads, width), float("nan"), dtype=torch.bfloat16, device="cuda")
+        size = (number, 2, num_heads, width)
+        tokens[rows[:number]] = torch.randn(size, generator=make, device="cuda").bfloat16()
+        asked = torch.randn((count, num_heads * group, width), generator=make, device="cuda").bfloat16()
+        queries, positions = asked.transpose(0, 1), torch.arange(before, number, device="cuda")
+        found = attend(queries, tokens, rows, positions, width**-0.5)
+        kept = tokens[rows[:number]].float()
+        keys, values = (kept[:, n].transpose(0, 1).repeat_interleave(group, 0) for n in (0, 1))
+        score = queries.float() @ keys.transpose(1, 2) * width**-0.5
+        score = score.masked_fill(torch.arange(number, device="cuda") > positions[:, None], float("-inf"))
+        right = (score.softmax(-1) @ values).transpose(0, 1)
+        error = (found.float() - right).abs().nan_to_num(float("inf")) / right.abs().clamp(min=0.1)
+        assert error.max().item() < 0.05

@@ -25,6 +25,7 @@ _QUICK_HIT = "1"
 _CACHE = {"cpu": "256M", "cuda": "16G"}
 _SERVE_TOKENS = {"cpu": 512, "cuda": 8192}
 _REQUESTS = {"cpu": 8, "cuda": 16}
+_STEPS = {"cpu": "plain", "cuda": "graph"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,7 @@ class Asked:
     offload: str | None
     cache: str | None
     path: str | None
+    steps: str | None
     rounds: int | None
     quick: bool
 
@@ -84,6 +86,9 @@ def _spec(asked: Asked, backend: str) -> Spec:
             raise ValueError(f"--path: {name!r} is not one of {', '.join(known(backend))}, which {backend} has")
     tokens = asked.tokens or (_QUICK_TOKENS if asked.quick else _TOKENS)[backend]
     hits = asked.hit or (_QUICK_HIT if asked.quick else _HITS[backend])
+    steps = asked.steps or _STEPS[backend]
+    if steps not in ("graph", "plain"):
+        raise ValueError(f"--steps: {steps!r} is neither graph nor plain")
     return Spec(
         models=tuple(served_model(word.strip()) for word in (asked.model or _MODELS[backend]).split(",")),
         tokens=tuple(parse_bytes(word) for word in tokens.split(",")),
@@ -96,6 +101,7 @@ def _spec(asked: Asked, backend: str) -> Spec:
         offload_tokens=tuple(parse_bytes(word) for word in asked.offload.split(",")) if asked.offload else (),
         rounds=asked.rounds or (2 if asked.quick else 5),
         passes=1 if asked.quick else 2,
+        graphs=steps == "graph",
     )
 
 
@@ -112,6 +118,7 @@ def _show(spec: Spec, rows: list[dict[str, Any]]) -> None:
 
     flight = f"{spec.in_flight} requests in flight, {spec.new_tokens} new tokens"
     title = f"kv, served by transformers, cache of {format_bytes(spec.cache_bytes)}, random blocks; {flight}"
+    title += "; short steps are graphs" if spec.graphs else ""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for name in ("model", "page B", "", "prefix", "kept", "contender", "fetched by"):
         table.add_column(name)

@@ -116,6 +116,7 @@ def bench(
     requests: Annotated[int | None, _OF_SERVE(help="How many are served in a pass.")] = None,
     new: Annotated[int | None, _OF_SERVE(help="Tokens to decode of each request: 4.")] = None,
     offload: Annotated[str | None, _OF_SERVE(help="Also contexts in host memory, in tokens.")] = None,
+    steps: Annotated[str | None, _OF_SERVE(help="Short steps: graph (cuda), or plain (cpu).")] = None,
     suite: Annotated[str | None, _OF_OVERLAP(help="llama.")] = None,
     scenario: Annotated[str | None, _OF_OVERLAP(help="Names of scenarios, * for anything.")] = None,
     strategy: Annotated[str | None, _OF_OVERLAP(help="streams, dma, ...; serial is always there.")] = None,
@@ -152,6 +153,7 @@ def bench(
     kv: dict[str, Any] = {"layout": layout, "tokens": tokens, "cache": cache, "path": path, "outermost": outermost}
     kv |= {"direction": direction, "beside": beside}
     serving: dict[str, Any] = {"model": model, "hit": hit, "requests": requests, "new": new, "offload": offload}
+    serving |= {"steps": steps}
     paired: dict[str, Any] = {"suite": suite, "scenario": scenario, "strategy": strategy, "plot": plot}
     paired |= {"least": least, "cost": cost or None}
     fused: dict[str, Any] = {"op": op, "transport": transport, "ablate": ablate or None}

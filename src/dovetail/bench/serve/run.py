@@ -70,8 +70,9 @@ class _Run:
             self._tell(shape, "weights")
             model = build(shape, "cpu" if session is None else "cuda:0", spec.seed)
             with Server(
-                shape, model, num_blocks=num_blocks, pool_blocks=pool_blocks, session=session, seed=spec.seed
-            ) as server:
+                shape, model, num_blocks=num_blocks, pool_blocks=pool_blocks, session=session, seed=spec.seed,
+                graphs=spec.graphs,
+            ) as server:  # fmt: skip
                 for n in spec.tokens:
                     self._part(shape, f"first token, {n} tokens", first_token.measure, spec, server, contenders, n)
                 for rate in spec.hit_rates:
@@ -88,6 +89,7 @@ class _Run:
             "collective": "kv", "backend": "cpu" if self._session is None else "cuda", "model": shape.name,
             "num_layers": shape.num_layers, "row_bytes": shape.row_bytes, "cache_bytes": spec.cache_bytes,
             "pool_bytes": spec.pool_blocks(shape) * shape.block_bytes, "transformers": version("transformers"),
+            "steps": "graph" if spec.graphs else "plain",
         }  # fmt: skip
         try:
             self.rows += [same | row for row in part(*arguments)]

@@ -18,7 +18,7 @@ from dovetail.bench.serve.shapes import ServedModel
 from dovetail.errors import NotSupported, Timeout
 from dovetail.kv.choose import Path
 from dovetail.kv.prefixes import Prefixes
-from dovetail.kv.transformers import PagedCache, PagedMemory, PrefixStore, serving
+from dovetail.kv.transformers import PagedCache, PagedMemory, PrefixStore, Steps, serving
 
 if TYPE_CHECKING:
     from dovetail.bench.gpu.session import Session
@@ -56,11 +56,15 @@ class Scattered:
 
 
 class Server:
-    """`with Server(shape, model, num_blocks=..., pool_blocks=..., session=...) as server:`; no session: on the CPU."""
+    """`with Server(shape, model, num_blocks=..., pool_blocks=..., session=...) as server:`; no session: on the CPU.
+
+    `graphs`: short steps are graphs; otherwise the host launches their kernels one by one.
+    """
 
     def __init__(
-        self, shape: ServedModel, model: Any, *, num_blocks: int, pool_blocks: int, session: Session | None, seed: int
-    ) -> None:
+        self, shape: ServedModel, model: Any, *, num_blocks: int, pool_blocks: int, session: Session | None, seed: int,
+        graphs: bool = False,
+    ) -> None:  # fmt: skip
         self.shape, self.model, self._session = shape, model, session
         self._blocks = Scattered(num_blocks, seed)
         self.memory = PagedMemory.for_model(model, num_blocks, allocator=self._blocks)
@@ -68,6 +72,7 @@ class Server:
         self._mover: SwitchedMover | None = None
         self._kept = self._prefixes(pool_blocks * shape.block_bytes)
         self.store = PrefixStore(self.memory, kept=self._kept)
+        self._steps = Steps(model, self.memory) if graphs else None
 
     def _prefixes(self, pool_bytes: int) -> Prefixes:
         layout, session = self.memory.layout, self._session
@@ -92,7 +97,9 @@ class Server:
 
     def step(self, tokens: Tokens, cache: PagedCache) -> torch.Tensor:
         """Computes tokens behind those that a cache has; the logits of the last one, on the host."""
-        return step(self.model, tokens, cache)
+        if self._steps is None:
+            return step(self.model, tokens, cache)
+        return _on_host(self._steps(tokens, cache))
 
     def first(self, prompt: Tokens, cache: PagedCache) -> torch.Tensor:
         """Computes what is missing of a prompt; its logits."""

@@ -25,6 +25,7 @@ class Spec:
     passes: int = 2  #: over all requests
     offload_tokens: tuple[int, ...] = ()  #: of a context in host memory
     num_prefixes: int = 4  #: different ones that are kept, for requests per second
+    graphs: bool = False  #: short steps of the model are graphs
     seed: int = 1
 
     def __post_init__(self) -> None:

@@ -73,18 +73,34 @@ class Pages:
             order.join(part, self.memory.device)
             self._expected = {n: other for n, other in self._expected.items() if other is not part}
 
+    def enter(self, begin: int, end: int) -> torch.Tensor:
+        """Room for the tokens from `begin` to `end` of all layers, and every wait before they are written.
+
+        Returns where the tokens of the first sequence lie, on the device; raises `CacheFull` and changes nothing if
+        there are too few blocks.
+        """
+        self.reserve(end)
+        while self._expected:
+            self.arrive(next(iter(self._expected)))
+        self._behind_stores(begin)
+        return self._rows[0]
+
     def write(self, layer: int, begin: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """New tokens from `begin` on, as attention gives them: [N, H, S, D]."""
         tokens, end = self.memory.tokens[layer], begin + keys.shape[-2]
-        if begin < self._kept_tokens:  # after a crop
-            for move in self.moves:
-                order.join(move.transfer, self.memory.device)
+        self._behind_stores(begin)
         for n, states in enumerate((keys, values)):
             new = states.transpose(1, 2).flatten(0, 1)  # [N * S, H, D]
             if self._begin is not None:
                 tokens[self._begin + begin : self._begin + end, n].copy_(new)
             else:
                 tokens[:, n].index_copy_(0, self._rows[:, begin:end].reshape(-1), new)
+
+    def _behind_stores(self, begin: int) -> None:
+        """What is written from `begin` on may still be read by a store, after a crop: behind that."""
+        if begin < self._kept_tokens:
+            for move in self.moves:
+                order.join(move.transfer, self.memory.device)
 
     def read(self, layer: int, end: int) -> Pair:
         """K and V of the tokens before `end`: [N, H, S, D]."""

@@ -1,0 +1,193 @@
+"""Steps of fixed form: the logits of the model itself, for any blocks, lengths and caches, and no wait left out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.llama import LateMover, generate, llama, prompt
+from transformers import DynamicCache
+
+from dovetail.bench.serve.server import Scattered
+from dovetail.kv.memory import HostMemory
+from dovetail.kv.pool import Pool
+from dovetail.kv.prefixes import Prefixes, _flat
+from dovetail.kv.transformers import CacheFull, PagedCache, PagedMemory, PrefixStore, Steps, steps
+from dovetail.kv.transformers.pages import Pages
+
+MODEL = llama()
+ROUNDING = 1e-4  # of logits around 10: masked tokens are summed too, as zeros, in another order
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def memory(num_blocks: int = 48) -> PagedMemory:
+    """Full of no-numbers: what is read before it is written shows."""
+    made = PagedMemory.for_model(MODEL, num_blocks, allocator=Scattered(num_blocks, 5))
+    made.tokens.fill_(float("nan"))
+    return made
+
+
+def plain(ids: torch.Tensor, cache: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        found: torch.Tensor = MODEL(input_ids=ids, past_key_values=cache).logits[0, -1]
+    return found
+
+
+def far(left: torch.Tensor, right: torch.Tensor) -> float:
+    return float((left - right).abs().nan_to_num(float("inf")).max())
+
+
+@settings(max_examples=25, deadline=None)
+@given(lengths=st.lists(st.integers(1, 70), min_size=1, max_size=6), seed=st.integers(0, 99))
+def test_any_steps_have_the_logits_of_the_model(lengths: list[int], seed: int) -> None:
+    taken, stock = Steps(MODEL, blocks := memory(), most_tokens=64), DynamicCache(config=MODEL.config)
+    with PagedCache(blocks) as cache:
+        for n, count in enumerate(lengths):
+            ids = prompt(count, seed + n)
+            assert far(taken(ids, cache), plain(ids, stock)) < ROUNDING
+        assert cache.get_seq_length() == sum(lengths)
+        # What is kept is what the model would have kept: it goes on behind it.
+        assert far(plain(prompt(3), cache), plain(prompt(3), stock)) < ROUNDING
+
+
+def test_requests_in_turn_share_a_form_and_do_not_meet() -> None:
+    taken = Steps(MODEL, blocks := memory())
+    caches = [PagedCache(blocks) for _ in range(3)]
+    stocks = [DynamicCache(config=MODEL.config) for _ in caches]
+    for turn, count in enumerate((20, 1, 5, 1, 1)):
+        for n, (cache, stock) in enumerate(zip(caches, stocks, strict=True)):
+            ids = prompt(count + n * (turn == 0), 10 * turn + n)
+            assert far(taken(ids[0].tolist(), cache), plain(ids, stock)) < ROUNDING
+    for cache in caches:
+        cache.close()
+    assert len(taken._forms) == 3  # 32, 1 and 8 tokens
+
+
+def test_blocks_do_not_change_a_bit() -> None:
+    """The same steps in other blocks, with other rows at hand behind the last token."""
+    taken = Steps(MODEL, blocks := memory())
+    found = []
+    with PagedCache(blocks, num_tokens=90) as other:
+        taken(prompt(90, 8), other)
+        for reserve in (0, 200):
+            with PagedCache(blocks, num_tokens=reserve) as cache:
+                found.append([taken(prompt(n, n), cache) for n in (37, 3, 1)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def late(blocks: PagedMemory, layers: int | None) -> PrefixStore:
+    """A store whose bytes land when somebody waits for them, no sooner."""
+    host = HostMemory(16, blocks.layout.slot_bytes)
+    kept = Prefixes(blocks.layout, Pool(host), LateMover(blocks.bytes(), _flat(host)), "cpu")
+    return PrefixStore(blocks, kept=kept, layers=layers)
+
+
+@pytest.mark.parametrize("layers", [None, 1])
+def test_a_step_comes_behind_every_part_of_a_fetch(layers: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = prompt(50)
+    with late(blocks := memory(), layers) as store:
+        taken = Steps(MODEL, blocks)
+        with store.begin(ids) as cache:
+            taken(ids[:, :48], cache)
+            store.keep(cache, ids).wait()
+            right = taken(ids[:, 48:], cache)
+        blocks.tokens.fill_(float("nan"))
+        with store.begin(ids) as cache:
+            assert cache.get_seq_length() == 48
+            assert torch.equal(taken(ids[:, 48:], cache), right)
+        blocks.tokens.fill_(float("nan"))
+        monkeypatch.setattr(Pages, "arrive", lambda self, layer: self._expected.clear())  # the wait is taken out
+        with store.begin(ids) as cache:
+            assert not torch.equal(taken(ids[:, 48:], cache), right)
+
+
+def test_what_a_store_reads_is_overwritten_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, other = prompt(50), prompt(50, 9)
+    for taken_out in (False, True):
+        if taken_out:
+            monkeypatch.setattr(Pages, "_behind_stores", lambda self, begin: None)
+        with late(blocks := memory(), None) as store:
+            taken = Steps(MODEL, blocks)
+            with store.begin(ids) as cache:
+                right = taken(ids, cache)
+                store.keep(cache, ids)
+                cache.crop(-50)
+                taken(other, cache)
+            with store.begin(ids) as cache:
+                cache.pages.arrive(0)
+                assert (far(taken(ids[:, 48:], cache), right) < ROUNDING) is not taken_out
+
+
+def test_generate_uses_them_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = Steps(MODEL, blocks := memory(), most_tokens=32)
+    ran: list[int] = []
+    run = steps._Form.run
+    monkeypatch.setattr(steps._Form, "run", lambda form, *a: (ran.append(form._num_tokens), run(form, *a))[1])
+    for count, wanted in ((20, [32] + 19 * [1]), (50, 19 * [1])):
+        ids = prompt(count)
+        right = generate(MODEL, ids)
+        with taken.generating(), PagedCache(blocks) as cache:
+            said = generate(MODEL, ids, cache)
+        assert torch.equal(said.sequences, right.sequences)
+        assert max(far(a, b) for a, b in zip(said.logits, right.logits, strict=True)) < ROUNDING
+        assert ran == wanted
+        ran.clear()
+    mask = torch.ones((2, 24), dtype=torch.int64)
+    mask[0, :7] = 0
+    ids = prompt(24, 4, batch=2)
+    with taken.generating():
+        with PagedCache(blocks, num_sequences=2) as cache:  # a batch, padded
+            assert torch.equal(
+                generate(MODEL, ids, cache, attention_mask=mask).sequences,
+                generate(MODEL, ids, attention_mask=mask).sequences,
+            )
+        with PagedCache(blocks) as cache:  # padded
+            one = generate(MODEL, ids[:1], cache, attention_mask=mask[:1])
+            assert torch.equal(one.sequences, generate(MODEL, ids[:1], attention_mask=mask[:1]).sequences)
+        generate(MODEL, prompt(5))  # a cache of transformers
+    assert not ran
+    assert "forward" not in vars(MODEL)
+
+
+def test_forms_that_were_not_used_lately_go() -> None:
+    taken = Steps(MODEL, blocks := memory(), most_forms=2)
+    with PagedCache(blocks) as cache:
+        for count in (1, 2, 4, 1):
+            taken(prompt(count), cache)
+    assert list(taken._forms) == [(4, 256), (1, 256)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "room"), [(1, 256), (256, 256), (257, 512), (2048, 2048), (2049, 2304), (8256, 9216), (32832, 36864)]
+)
+def test_rooms(tokens: int, room: int) -> None:
+    assert steps._room(tokens) == room
+
+
+def test_what_does_not_fit_is_refused_and_nothing_changes() -> None:
+    blocks = memory(4)
+    taken = Steps(MODEL, blocks)
+    with PagedCache(blocks) as cache, pytest.raises(ValueError, match="at least one token"):
+        taken([], cache)
+    with PagedCache(memory()) as cache, pytest.raises(ValueError, match="blocks of their own memory"):
+        taken([1], cache)
+    with PagedCache(blocks, num_sequences=2) as cache, pytest.raises(ValueError, match="caches of one sequence"):
+        taken([1], cache)
+    with PagedCache(blocks) as cache, pytest.raises(CacheFull):
+        taken(prompt(65), cache)
+    assert (cache.get_seq_length(), blocks.num_free) == (0, 4)
+    with pytest.raises(ValueError, match="the cache is closed"):
+        taken([1], cache)
+    with pytest.raises(ValueError, match="most_tokens is 0"):
+        Steps(MODEL, blocks, most_tokens=0)
+    MODEL.train()
+    try:
+        with pytest.raises(ValueError, match=r"call model.eval\(\) first"):
+            Steps(MODEL, blocks)
+    finally:
+        MODEL.eval()
