@@ -15,7 +15,7 @@ from hypothesis import strategies as some
 from dovetail import profile
 from dovetail.bench.kv import tune
 from dovetail.kv import costs
-from dovetail.kv.choose import CANDIDATES, Costs, Path, Samples, Shape, choose, estimate, is_aligned
+from dovetail.kv.choose import CANDIDATES, HOST_SHARE, Costs, Path, Samples, Shape, choose, estimate, is_aligned
 from dovetail.kv.layout import layer_outermost
 from dovetail.kv.planner import Direction, Pieces, Table, table
 from dovetail.measure import machine
@@ -57,6 +57,17 @@ def test_the_least_time_wins_and_says_why() -> None:
     assert (unknown.path, unknown.reason) == (Path.DMA_2D, "no other path was measured")
 
 
+def test_between_paths_as_fast_the_host_decides() -> None:
+    shape = Shape(row_bytes=65536, size_bytes=64 * MB)
+    for batch_host_us, wanted in ((100.0, Path.DMA_BATCH), (900.0, Path.STAGED)):
+        samples = {
+            (Direction.FETCH, False, Path.DMA_BATCH): Samples([(65536, 64 * MB, 1200.0, batch_host_us)]),
+            (Direction.FETCH, False, Path.STAGED): Samples([(65536, 64 * MB, 1250.0, 50.0)]),
+        }
+        made = Costs(samples=samples, entries_per_call=128, source="a test")
+        assert choose(Direction.FETCH, shape, made, beside=False).path is wanted
+
+
 def test_rows_that_a_kernel_can_move() -> None:
     assert is_aligned(copies(4096))
     assert not is_aligned(copies(4090))
@@ -82,18 +93,15 @@ def test_an_estimate_is_exact_at_a_sample_and_between_the_samples_elsewhere(
     assert samples.time_us(Shape(row_bytes=1, size_bytes=0)) == 0
 
 
-#: Of the candidates, those that the shipped figures have: the other one is not taken before somebody tunes.
-SHIPPED = [path for path in CANDIDATES if path is not Path.MIXED]
-
-
-def plain(points: list[tuple[int, int, float]], shape: Shape) -> float:
+def plain(points: list[tuple[int, int, float, float]], shape: Shape, *, host: bool = False) -> float:
     """The definition: all points are sorted by their distance, and of equal ones the faster counts as nearer."""
     row, size = math.log2(shape.row_bytes), math.log2(shape.size_bytes)
-    every = [((math.log2(r) - row) ** 2 + (math.log2(s) - size) ** 2, math.log(t / s)) for r, s, t in points]
+    away = [((math.log2(r) - row) ** 2 + (math.log2(s) - size) ** 2) for r, s, _, _ in points]
+    every = [(far, h / s if host else math.log(t / s)) for far, (_, s, t, h) in zip(away, points, strict=True)]
     near = sorted(every)[:4]
     weights = [1 / (distance + 1e-6) for distance, _ in near]
     mean = sum(w * per_byte for w, (_, per_byte) in zip(weights, near, strict=True)) / sum(weights)
-    return math.exp(mean) * shape.size_bytes
+    return (mean if host else math.exp(mean)) * shape.size_bytes
 
 
 def test_the_choice_is_that_of_a_plain_search_wherever_it_is_asked_for() -> None:
@@ -108,15 +116,20 @@ def test_the_choice_is_that_of_a_plain_search_wherever_it_is_asked_for() -> None
     for row_bytes, size_bytes in itertools.product(rows, sizes):
         shape = Shape(row_bytes=row_bytes, size_bytes=size_bytes)
         for direction, beside in itertools.product(Direction, (False, True)):
-            wanted = {path: plain(shipped.samples[direction, beside, path].points, shape) for path in SHIPPED}
+            wanted = {path: plain(shipped.samples[direction, beside, path].points, shape) for path in CANDIDATES}
+            host = {
+                path: plain(shipped.samples[direction, beside, path].points, shape, host=True) for path in CANDIDATES
+            }
             made = estimate(direction, shape, shipped, beside=beside)
             assert made.times_us == pytest.approx(wanted, rel=1e-12)
-            assert made.choice().path is min(wanted, key=wanted.__getitem__)
+            assert made.host_us == pytest.approx(host, rel=1e-12)
+            cost = {path: time_us + HOST_SHARE * host[path] for path, time_us in wanted.items()}
+            assert made.choice().path is min(cost, key=cost.__getitem__)
             where = "beside computation" if beside else "on an idle GPU"
             times = ", ".join(f"{path} {time_us:.0f} us" for path, time_us in wanted.items())
             assert made.choice().reason == f"estimated {where}: {times} ({shipped.source})"
             found.add(made.choice().path)
-    assert found == set(SHIPPED)
+    assert found == set(CANDIDATES)
 
 
 def test_a_section_comes_back_as_it_was() -> None:
@@ -143,7 +156,7 @@ def test_the_profile_of_this_machine_goes_before_the_shipped_figures(
 
 
 def test_the_shipped_figures_cover_every_candidate() -> None:
-    assert set(costs.shipped().samples) == {(d, b, p) for d in Direction for b in (False, True) for p in SHIPPED}
+    assert set(costs.shipped().samples) == {(d, b, p) for d in Direction for b in (False, True) for p in CANDIDATES}
 
 
 def test_the_shipped_figures_are_those_of_a_record() -> None:

@@ -2,9 +2,10 @@
 
 Owns the names of the paths and the estimate: the time for each byte that was measured for requests most like this one,
 by the length of their rows and by their size (`dovetail.kv.costs`), in each direction, on an idle GPU and beside
-computation, where rows cost more. No formula: next to kernels that hold all multiprocessors, times go in steps. The
-kernel that gathers rows is never chosen: it holds multiprocessors for as long as the link is busy, and from device to
-host it stalls what runs beside it.
+computation, where rows cost more. What a path takes of the host counts a little: whoever submits has other work to do,
+and a call for each row may keep him as long as the link is busy. No formula: next to kernels that hold all
+multiprocessors, times go in steps. The kernel that gathers rows is never chosen: it holds multiprocessors for as long
+as the link is busy, and from device to host it stalls what runs beside it.
 """
 
 from __future__ import annotations
@@ -81,22 +82,29 @@ _places = functools.lru_cache(maxsize=64)(_Places)
 class Samples:
     """Measured times of one path."""
 
-    def __init__(self, points: Sequence[tuple[int, int, float]]) -> None:
-        """Each is (row bytes, size in bytes, microseconds)."""
-        self.points = [(int(row), int(size), float(time_us)) for row, size, time_us in points]
-        if not self.points or min(min(point) for point in self.points) <= 0:
+    def __init__(self, points: Sequence[Sequence[float]]) -> None:
+        """Each is (row bytes, size in bytes, microseconds), and those of the host where they are known."""
+        self.points: list[tuple[int, int, float, float]] = []
+        for row, size, time_us, *host_us in points:
+            self.points.append((int(row), int(size), float(time_us), float(host_us[0]) if host_us else 0.0))
+        if not self.points or min(min(point[:3]) for point in self.points) <= 0:
             raise ValueError("a path needs measured times, of rows and requests that have bytes")
-        self._places = _places(tuple((row, size) for row, size, _ in self.points))
-        self._per_byte = [math.log(time_us / size) for _, size, time_us in self.points]
+        self._places = _places(tuple((row, size) for row, size, _, _ in self.points))
+        self._per_byte = [math.log(time_us / size) for _, size, time_us, _ in self.points]
+        self._host = [host_us / size for _, size, _, host_us in self.points]
 
     def time_us(self, shape: Shape) -> float:
         """What the nearest of them make likely; exact at one of them, and nothing takes no time."""
-        if not shape.size_bytes:
-            return 0.0
-        near = sorted([(distance, self._per_byte[n]) for distance, n in self._places.near(shape)])[:_NEAREST]
+        return math.exp(self._mean(self._per_byte, shape)) * shape.size_bytes if shape.size_bytes else 0.0
+
+    def host_us(self, shape: Shape) -> float:
+        """The same for what submitting takes; 0 where it is not known."""
+        return self._mean(self._host, shape) * shape.size_bytes if shape.size_bytes else 0.0
+
+    def _mean(self, figures: list[float], shape: Shape) -> float:
+        near = sorted([(distance, figures[n]) for distance, n in self._places.near(shape)])[:_NEAREST]
         weights = [1 / (distance + _CLOSE) for distance, _ in near]
-        mean = sum([w * per_byte for w, (_, per_byte) in zip(weights, near, strict=True)]) / sum(weights)
-        return math.exp(mean) * shape.size_bytes
+        return sum([w * figure for w, (_, figure) in zip(weights, near, strict=True)]) / sum(weights)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Samples) and self.points == other.points
@@ -106,6 +114,9 @@ class Samples:
 
 _NEAREST = 4
 _CLOSE = 1e-6
+#: What a microsecond of the host counts, in microseconds until the last byte. On an H200 a batch of 1 GB in rows of
+#: 64 KB keeps the host for 16 ms, and is over as soon as what needs 1: this decides between paths as close as those.
+HOST_SHARE = 0.1
 
 #: (direction, whether computation runs beside, path)
 Case = tuple[Direction, bool, Path]
@@ -143,10 +154,15 @@ class Estimate:
     times_us: Mapping[Path, float]  #: of the paths that can run here, at least one
     entries_per_call: int  #: of a batch
     why: Callable[[], str]  #: as of `Choice`
+    host_us: Mapping[Path, float] = field(default_factory=dict)  #: of the host, where it is known
+
+    def cost(self, path: Path) -> float:
+        """What is least for the path that is taken: its time, and a little for the host's."""
+        return self.times_us[path] + HOST_SHARE * self.host_us.get(path, 0.0)
 
     def choice(self) -> Choice:
-        """The path of the least time."""
-        best = min(self.times_us, key=self.times_us.__getitem__)
+        """The path of the least cost."""
+        best = min(self.times_us, key=self.cost)
         return Choice(path=best, entries_per_call=self.entries_per_call, why=self.why)
 
 
@@ -160,6 +176,7 @@ def estimate(
         paths: those that can run here.
     """
     times: dict[Path, float] = {Path.DMA_2D: 0.0}
+    host: dict[Path, float] = {}
     why: Callable[[], str] = _nothing_else
     for state in (beside, not beside):  # what was measured in the other state is better than nothing
         found = {
@@ -169,8 +186,11 @@ def estimate(
         }
         if found:
             times, why = found, functools.partial(_estimated, state, found, costs.source)
+            host = {path: costs.samples[direction, state, path].host_us(shape) for path in found}
             break
-    return Estimate(size_bytes=shape.size_bytes, times_us=times, entries_per_call=costs.entries_per_call, why=why)
+    return Estimate(
+        size_bytes=shape.size_bytes, times_us=times, entries_per_call=costs.entries_per_call, why=why, host_us=host
+    )
 
 
 def _nothing_else() -> str:
@@ -190,7 +210,7 @@ def shown(times_us: Mapping[Path, float]) -> str:
 def choose(
     direction: Direction, shape: Shape, costs: Costs, *, beside: bool, paths: Collection[Path] = CANDIDATES
 ) -> Choice:
-    """The path of the least estimated time; arguments as of `estimate`."""
+    """The path of the least estimated cost; arguments as of `estimate`."""
     return estimate(direction, shape, costs, beside=beside, paths=paths).choice()
 
 

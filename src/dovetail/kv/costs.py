@@ -1,10 +1,10 @@
 """What moving blocks costs: times of this machine's profile, or the shipped ones of an H200.
 
 Owns the section "kv" of a profile: for each backend, direction and state of the GPU, and for every path, what was
-measured, as [bytes of a row, bytes in all, microseconds]; the GPU, and the entries of a batch:
+measured, as [bytes of a row, bytes in all, microseconds, those of the host]; the GPU, and the entries of a batch:
 
     {"kv": {"cuda": {"device": "NVIDIA H200", "entries_per_call": 128,
-                     "fetch": {"idle": {"dma-2d": [[16384, 41943040, 1117.0]]}}}}}
+                     "fetch": {"idle": {"dma-2d": [[16384, 41943040, 1117.0, 95.0]]}}}}}
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Request:
             self._version, believed = self._alike.version, self.believed()
             times, self._choice = believed.times_us, believed.choice()
             self._best_us = times[self._choice.path]
-            self._near = sorted(filter(self._is_near, times), key=times.__getitem__)
+            self._near = sorted(filter(self._is_near, times), key=believed.cost)
         return self._near
 
     def _is_near(self, path: Path) -> bool:
@@ -107,7 +107,7 @@ class Request:
         number = sum([len(seen[path].recent) for path in here])
         return Estimate(
             size_bytes=known.size_bytes, times_us={**known.times_us, **here}, entries_per_call=known.entries_per_call,
-            why=functools.partial(_measured, here, number, known.times_us),
+            why=functools.partial(_measured, here, number, known.times_us), host_us=known.host_us,
         )  # fmt: skip
 
 

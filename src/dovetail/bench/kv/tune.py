@@ -15,7 +15,7 @@ from dovetail.bench.kv.measure import measure
 from dovetail.bench.kv.places import Place
 from dovetail.bench.kv.spec import IDLE, Progress, Row, Spec
 from dovetail.kv import costs
-from dovetail.kv.choose import CANDIDATES, Case, Costs, Path, Samples, Shape
+from dovetail.kv.choose import CANDIDATES, Case, Costs, Path, Samples, Shape, choose
 from dovetail.kv.models import BLOCK_TOKENS, MODELS
 from dovetail.kv.planner import Direction
 from dovetail.measure import machine
@@ -72,10 +72,14 @@ def found_in(measured: Sequence[Row], source: str, device: str = "") -> Costs:
 
 def _points(
     measured: Sequence[Row], direction: Direction, beside: bool, path: Path, entries: int
-) -> list[tuple[int, int, float]]:
+) -> list[tuple[int, int, float, float]]:
     name = f"{path} {entries}" if path is Path.DMA_BATCH else str(path)
     mine = [row for row in measured if row["path"] == name and row["direction"] == direction and row["correct"]]
-    return [(*dataclasses.astuple(shape_of(row)), row["time_us"]) for row in mine if (row["beside"] != IDLE) == beside]
+    return [
+        (*dataclasses.astuple(shape_of(row)), row["time_us"], row["submit_us"])
+        for row in mine
+        if (row["beside"] != IDLE) == beside
+    ]
 
 
 def _total(measured: Sequence[Row], entries: int) -> float:
@@ -97,9 +101,9 @@ def lines(found: Costs) -> list[str]:
         shapes = sorted({point[:2] for samples in mine.values() for point in samples.points})
         by_row: dict[int, list[str]] = {}
         for row_bytes, size_bytes in shapes:
-            times = {p: s.time_us(Shape(row_bytes=row_bytes, size_bytes=size_bytes)) for p, s in mine.items()}
-            best = min(times, key=lambda path: times[path])
-            speed = size_bytes / times[best] / 1e3
+            shape = Shape(row_bytes=row_bytes, size_bytes=size_bytes)
+            best = choose(direction, shape, found, beside=beside).path
+            speed = size_bytes / mine[best].time_us(shape) / 1e3
             by_row.setdefault(row_bytes, []).append(f"{format_bytes(size_bytes)} {best} {speed:.0f} GB/s")
         for row_bytes, cells in by_row.items():
             shown.append(f"{direction} {state}, rows of {format_bytes(row_bytes)}: {', '.join(cells)}")

@@ -8,6 +8,7 @@ from dovetail.bench.kv.spec import BOTH, CONTIGUOUS, IDLE, PLAIN, Row
 from dovetail.kv.choose import Path
 
 KEPT = 0.97  #: of its speed a computation must keep for a path to count beside it
+COPIES_KEPT = 0.9  #: of their path's idle speed, beside a computation: what is aimed at
 NEAR = 1.05
 _CELL = ("layout", "outermost", "tokens", "cache_bytes", "direction", "beside")
 
@@ -80,16 +81,25 @@ def _auto(rows: Sequence[Row]) -> list[str]:
 
 
 def _beside(rows: Sequence[Row]) -> list[str]:
-    """Of `auto` beside computation: what that keeps, and its own speed as a share of that on an idle GPU."""
+    """Of `auto` beside computation: what that keeps, and its own speed as a share of that on an idle GPU.
+
+    There it may have taken another path: so also as a share of what the path that it takes beside reaches there.
+    """
     found = []
     known = cells(rows)
+    met = 0
     for key, cell in known.items():
-        idle = known.get((*key[:-1], IDLE), [])
+        idle = {row["path"]: row["bandwidth_gbps"] for row in known.get((*key[:-1], IDLE), [])}
         for row in cell:
-            alone = next((other for other in idle if other["path"] == row["path"] == Path.AUTO), None)
-            if key[-1] != IDLE and alone is not None:
-                share = row["bandwidth_gbps"] / alone["bandwidth_gbps"]
-                where = f"{key[0]}, {key[2]} tokens, {key[4]} beside {key[5]}"
-                kept = f"computation keeps {row['compute_kept']:.0%}, the copies {share:.0%}"
-                found.append(f"  auto, {where}: {kept} ({row['chosen']})")
+            if key[-1] == IDLE or row["path"] != Path.AUTO or Path.AUTO not in idle:
+                continue
+            share = row["bandwidth_gbps"] / idle[Path.AUTO]
+            own = row["bandwidth_gbps"] / idle.get(row["chosen"], idle[Path.AUTO])
+            met += own >= COPIES_KEPT and row["compute_kept"] >= KEPT
+            kept = f"computation keeps {row['compute_kept']:.0%}, the copies {share:.0%} of auto's idle speed"
+            where = f"{key[0]}, {key[2]} tokens, {key[4]} beside {key[5]}"
+            found.append(f"  auto, {where}: {kept}, {own:.0%} of that of its path ({row['chosen']})")
+    if found:
+        aim = f"computation keeps {KEPT:.0%}, and copies {COPIES_KEPT:.0%} of what their path reaches on an idle GPU"
+        found.insert(0, f"beside computation, in {met} of {len(found)} cells {aim}")
     return found
