@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from dovetail.bench.serve.server import Scattered
 from dovetail.kv.choose import Path
-from dovetail.kv.transformers import KVShape, OffloadedCache, PagedCache, PagedMemory, PrefixStore, Steps
+from dovetail.kv.transformers import KVShape, OffloadedCache, PagedCache, PagedMemory, PrefixStore, Steps, order
 from dovetail.kv.transformers.attention import attend
 from tests.llama import WORDS, generate, llama
 
@@ -99,9 +99,12 @@ def half(model: Any) -> Any:
     return llama(num_layers=6).to("cuda", torch.bfloat16)
 
 
+@pytest.mark.parametrize("layers", [None, 2], ids=lambda n: f"layers {n}")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind", ["model", "half"])
-def test_steps_as_graphs_behind_fetches(kind: str, path: Path, request: pytest.FixtureRequest) -> None:
+def test_steps_as_graphs_behind_fetches(
+    kind: str, path: Path, layers: int | None, request: pytest.FixtureRequest
+) -> None:
     """Requests in flight, blocks short: replays have the bits of the first run, and rounding from the model."""
     model = request.getfixturevalue(kind)
     rounding = ROUNDING if kind == "model" else 1.5
@@ -109,7 +112,7 @@ def test_steps_as_graphs_behind_fetches(kind: str, path: Path, request: pytest.F
     blocks = memory(model, 6 * 33)
     steps = Steps(model, blocks)
     assert steps.paged is (kind == "half")
-    with PrefixStore(blocks, pool_bytes=300 * blocks.layout.slot_bytes, path=path) as store:
+    with PrefixStore(blocks, pool_bytes=300 * blocks.layout.slot_bytes, path=path, layers=layers) as store:
         first: dict[int, list[torch.Tensor]] = {}
         for turn in range(3):
             flying: list[tuple[int, PagedCache]] = []
@@ -129,11 +132,41 @@ def test_steps_as_graphs_behind_fetches(kind: str, path: Path, request: pytest.F
                         moves.append(store.keep(cache, prompts[which]))
                     if not turn:
                         first[which] = said
-                        right = generate(model, prompts[which], new=1).logits[0][0]
+                        with torch.inference_mode():
+                            right = model(input_ids=prompts[which], logits_to_keep=1).logits[0, -1]
                         assert (said[0] - right).abs().nan_to_num(float("inf")).max().item() < rounding
                     assert all(torch.equal(a, b) for a, b in zip(said, first[which], strict=True))
             for move in moves:
                 move.wait()
+
+
+@pytest.mark.parametrize("taken_out", [False, True], ids=["waits", "no waits"])
+def test_a_layer_of_a_graph_waits_for_its_part(half: Any, taken_out: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fetch is held up for a while, and the graph is launched meanwhile."""
+    prompt, blocks = ids(500, 1), memory(half)
+    steps, slow = Steps(half, blocks), torch.cuda.Stream()
+    with PrefixStore(blocks, pool_bytes=64 * blocks.layout.slot_bytes, path=Path.DMA_2D, layers=1) as store:
+        with PagedCache(blocks) as cache:
+            steps(prompt[:, :496], cache)
+            store.keep(cache, prompt).wait()
+            right = steps(prompt[:, 496:], cache)
+        for _ in range(3):
+            blocks.tokens.fill_(float("nan"))
+            blocks.fence.behind_compute()
+            torch.cuda.synchronize()
+            with monkeypatch.context() as patch, torch.cuda.stream(slow):
+                torch.cuda._sleep(100_000_000)
+                patch.setattr(order.Fence, "after", property(lambda fence: (slow.cuda_stream,)))
+                with torch.cuda.stream(torch.cuda.default_stream()):
+                    cache = store.begin(prompt)
+            with cache, monkeypatch.context() as patch:
+                assert cache.get_seq_length() == 496
+                if taken_out:
+                    patch.setattr(order.Arrivals, "expect", lambda self, layer, transfer: None)
+                found = steps(prompt[:, 496:], cache)
+                assert not slow.query()
+                assert torch.equal(found, right) is not taken_out
+            torch.cuda.synchronize()
 
 
 def test_generate_by_graphs(model: Any) -> None:
@@ -141,9 +174,11 @@ def test_generate_by_graphs(model: Any) -> None:
     steps = Steps(model, blocks)
     for n in range(3):
         prompt = ids(300 + 40 * n, n)
-        plain = generate(model, prompt)
+        mask = torch.ones_like(prompt)  # otherwise generate() takes some of the tokens for padding
+        plain = generate(model, prompt, attention_mask=mask)
         with steps.generating(), PagedCache(blocks) as cache:
-            ours = generate(model, prompt, cache)
+            ours = generate(model, prompt, cache, attention_mask=mask)
+        assert steps._forms
         assert torch.equal(ours.sequences, plain.sequences)
         assert far(ours, plain) < ROUNDING
 

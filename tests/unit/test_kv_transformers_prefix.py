@@ -12,7 +12,7 @@ from dovetail.bench.serve.server import Scattered
 from dovetail.kv.memory import HostMemory
 from dovetail.kv.pool import Pool
 from dovetail.kv.prefixes import Prefixes, _flat
-from dovetail.kv.transformers import CacheFull, PagedCache, PagedMemory, PrefixStore, order
+from dovetail.kv.transformers import CacheFull, KVShape, PagedCache, PagedMemory, PrefixStore, order, prefix
 
 MODEL = llama()
 IDS = prompt(50)
@@ -202,3 +202,56 @@ def test_only_a_cache_that_is_open_and_has_these_tokens_is_kept() -> None:
         with pytest.raises(ValueError, match="the cache is closed, others have its blocks"):
             store.keep(cache, said)
         assert store.kept.stats().stored == 0
+
+
+def test_how_many_layers_at_a_time() -> None:
+    """A few of a long fetch that nobody else waits before; all of a short one, or behind others."""
+
+    def shape(row_bytes: int, num_layers: int = 32) -> KVShape:
+        heads = row_bytes // (16 * 2 * 128 * 2)
+        return KVShape(num_layers=num_layers, num_heads=heads, head_dim=128, dtype=torch.bfloat16)
+
+    assert [prefix.few_layers(shape(64 << 10), blocks) for blocks in (16, 64, 512)] == [None, 8, 8]
+    assert [prefix.few_layers(shape(32 << 10), blocks) for blocks in (64, 512)] == [16, 16]
+    assert prefix.few_layers(shape(16 << 10), 4096) is None  # copies would be too short
+    assert prefix.few_layers(shape(16 << 10, 80), 4096) == 32
+    assert prefix.few_layers(shape(128 << 10, 5), 4096) == 4
+
+
+def test_layers_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix, "_LONG_BYTES", 1)
+    monkeypatch.setattr(prefix, "_PART_BYTES", 1)
+    blocks = memory()
+    plain = generate(MODEL, IDS)
+    store, _ = late(blocks)
+    with store:
+        store.layers = "auto"
+        serve(store, IDS)
+        poison(blocks)
+        one, two = store.begin(IDS, room=20), store.begin(IDS, room=20)
+        assert [len(cache.pages.moves[0].parts) for cache in (one, two)] == [4, 1]
+        for cache in (one, two):
+            with cache:
+                assert differ(generate(MODEL, IDS, cache), plain) < ROUNDING
+        with store.begin(IDS) as three:  # nobody waits any more
+            assert len(three.pages.moves[0].parts) == 4
+    for wrong in (0, "all", 1.5):
+        with pytest.raises(ValueError, match="it must be 1 or more, None for all at once, or 'auto'"):
+            PrefixStore(blocks, pool_bytes=1 << 20, layers=wrong)  # type: ignore[arg-type]
+
+
+def test_whether_the_gpu_computes_is_asked_before_the_stream_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that was just told to wait for blocks looks as if it had work to do."""
+    blocks = memory()
+    store, mover = late(blocks)
+    with store:
+        serve(store, IDS)
+        told: list[object] = []
+        submit, enter = mover.submit, order.Fence.enter
+        monkeypatch.setattr(order, "is_computing", lambda device: (told.append("asked"), False)[1])
+        monkeypatch.setattr(order.Fence, "enter", lambda fence: (told.append("waits"), enter(fence))[1])
+        monkeypatch.setattr(
+            mover, "submit", lambda *a, beside, **rest: (told.append(beside), submit(*a, beside=beside, **rest))[1]
+        )
+        store.begin(IDS).close()
+    assert told == ["asked", "waits", False]

@@ -49,8 +49,11 @@ class Mover(Protocol):
 class Move:
     """A store or a fetch under way. It ends by itself when somebody asks; `wait` asks until then."""
 
-    def __init__(self, parts: list[Transfer], num_tokens: int, size_bytes: int, end: Callable[[], None]) -> None:
+    def __init__(
+        self, parts: list[Transfer], num_tokens: int, size_bytes: int, end: Callable[[], None], layers: int | None
+    ) -> None:
         self.num_tokens, self.size_bytes = num_tokens, size_bytes  #: what is moved
+        self.layers = layers  #: in each part; None: all
         self.parts = parts  #: one, or of a fetch by layers one for each step, in order: join or wait for each
         self._end: Callable[[], None] | None = end
 
@@ -171,7 +174,7 @@ class Prefixes:
         salt: bytes = _NOBODY,
         after: Sequence[int] = (),
         beside: bool | None = None,
-        layers: int | None = None,
+        layers: int | Callable[[int], int | None] | None = None,
     ) -> Move:
         """Brings the leading blocks of a prompt that are kept into `blocks` of the cache; `num_tokens` says how far.
 
@@ -179,14 +182,16 @@ class Prefixes:
             after: streams that still read or write those blocks: the copies begin behind their work so far.
             beside: as for `store`.
             layers: bring so many layers at a time, the first ones first; `Move.parts` has a transfer for each step, so
-                that a layer can be computed while the next ones are under way.
+                that a layer can be computed while the next ones are under way. Or a function that is told the number
+                of blocks and says how many layers, or None: all at once.
         """
         keys = self._keys(token_ids, salt)
         mine = _blocks(blocks, len(keys))
         self._settle()
         begun = self.pool.begin_fetch(keys, partial=True)
         try:
-            return self._begin(Direction.FETCH, mine[: len(begun)], begun, begun.release, after, beside, layers)
+            step = layers(len(begun)) if callable(layers) else layers
+            return self._begin(Direction.FETCH, mine[: len(begun)], begun, begun.release, after, beside, step)
         except BaseException:
             begun.release(lambda: self._mover.is_idle(Direction.FETCH))
             raise
@@ -208,7 +213,7 @@ class Prefixes:
             parts.append(self._mover.submit(direction, copies, self._path, after=() if n else after, beside=beside))
         begun.guard(parts[-1].is_over)
         size_bytes = sum(copies.size_bytes for copies in tables)
-        move = Move(parts, len(blocks) * self.block_tokens, size_bytes, end)
+        move = Move(parts, len(blocks) * self.block_tokens, size_bytes, end, layers)
         self._moves.append(move)
         return move
 

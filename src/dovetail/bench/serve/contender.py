@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from dovetail.kv.choose import Path
 from dovetail.kv.mover import GpuTransfer
 from dovetail.kv.planner import Direction, Table
+from dovetail.kv.transformers import prefix
 from dovetail.kv.transformers.serving import ServingMover
 
 RECOMPUTE, LOOP, VLLM, LAYERS, RUNS = "recompute", "loop", "vllm", "layers", "runs"
@@ -36,7 +38,7 @@ class Contender:
     name: str
     fetch: Form | None = None
     store: Form | None = None
-    layers: int | None = None  #: fetched at a time; None: all at once
+    layers: int | Literal["auto"] | None = None  #: fetched at a time; None: all at once
     runs: bool = False  #: blocks of a request are in a row, as our allocator has them in a memory that is not crowded
 
     @property
@@ -45,7 +47,7 @@ class Contender:
         if self.fetch is None:
             return ""
         one = " in one call" if self.fetch.entries_per_call == _ONE_CALL else ""
-        by = f", {self.layers} layer{'s' * (self.layers > 1)} at a time" if self.layers else ""
+        by = f", {self.layers} layer{'s' * (self.layers > 1)} at a time" if isinstance(self.layers, int) else ""
         row = ", blocks in a row" if self.runs else ""
         return f"{self.fetch.path}{one}{by}{row}"
 
@@ -76,8 +78,8 @@ def keeper(contenders: Sequence[Contender]) -> Contender:
     return next((c for c in able if c.name == ours([one.name for one in able])), able[0])
 
 
-def contender(name: str, backend: str, *, row_bytes: int, num_layers: int) -> Contender:
-    """A contender by name, for pages of `row_bytes`."""
+def contender(name: str, backend: str, *, row_bytes: int, num_layers: int, graphs: bool = False) -> Contender:
+    """A contender by name, for pages of `row_bytes`, and for steps that are `graphs`."""
     best = Form(path=Path.CPU if backend == "cpu" else Path.AUTO)
     match name:
         case "recompute":
@@ -96,8 +98,10 @@ def contender(name: str, backend: str, *, row_bytes: int, num_layers: int) -> Co
             return Contender(name=name, fetch=best, store=best, runs=True)
         case _:
             form = Form(path=Path(name))
+            layers = prefix.AUTO if graphs and form.path is Path.AUTO else None
             # The kernel disturbs what computes beside it: nobody stores with it.
-            return Contender(name=name, fetch=form, store=best if form.path is Path.KERNEL else form)
+            store = best if form.path is Path.KERNEL else form
+            return Contender(name=name, fetch=form, store=store, layers=layers)
 
 
 class SwitchedMover(ServingMover):

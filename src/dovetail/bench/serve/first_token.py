@@ -17,12 +17,14 @@ from dovetail.bench.serve.contender import Contender, keeper
 from dovetail.bench.serve.likeness import Likeness
 from dovetail.bench.serve.server import TIMEOUT_S, Server, Tokens
 from dovetail.bench.serve.spec import Spec
+from dovetail.kv.choose import Path
+from dovetail.kv.learn import SETTLED
 from dovetail.kv.transformers import PagedCache
 from dovetail.measure.stats import median
 
 Row = dict[str, Any]
 SECTION = "first token"
-_WARM = 2  # rounds: a model's first steps are slow
+_WARM = 2
 
 
 @dataclass(slots=True)
@@ -42,10 +44,19 @@ def measure(spec: Spec, server: Server, contenders: list[Contender], tokens: int
     keeps = keeper(contenders)
     whole, stepped = references(server, prompt, tokens, keeps)
     entries = [_Entry(c, Likeness(server.shape.dtype)) for c in contenders]
-    for n in range(_WARM + spec.rounds):
+    for entry in entries:
+        for _ in range(warm_ups(entry.contender)):
+            _once(server, prompt, entry, warm=True, references=(whole, stepped))
+    for _ in range(spec.rounds):
         for entry in entries:
-            _once(server, prompt, entry, warm=n < _WARM, references=(whole, stepped))
+            _once(server, prompt, entry, warm=False, references=(whole, stepped))
     return [_row(spec, entry, tokens, server) for entry in entries]
+
+
+def warm_ups(contender: Contender) -> int:
+    """Requests before those that count: a model's first steps are slow, and `auto` tries what is near the best."""
+    learns = contender.fetch is not None and contender.fetch.path is Path.AUTO
+    return _WARM + (SETTLED if learns else 0)
 
 
 def references(server: Server, prompt: Tokens, tokens: int, keeps: Contender) -> tuple[torch.Tensor, torch.Tensor]:

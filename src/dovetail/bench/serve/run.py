@@ -61,8 +61,11 @@ class _Run:
         spec, session = self._spec, self._session
         backend = "cpu" if session is None else "cuda"
         contenders = [
-            contender(name, backend, row_bytes=shape.row_bytes, num_layers=shape.num_layers) for name in spec.contenders
-        ]
+            contender(
+                name, backend, row_bytes=shape.row_bytes, num_layers=shape.num_layers, graphs=spec.graphs
+            )
+            for name in spec.contenders
+        ]  # fmt: skip
         if all(c.fetch is None for c in contenders):
             raise ValueError("--path: name at least one that fetches")
         pool_blocks = spec.pool_blocks(shape)

@@ -64,6 +64,29 @@ class Fence:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
+class Arrivals:
+    """Waits of a graph: before layer n it waits for the transfer that was last expected for it, if any.
+
+    A graph that runs must be over before something else is expected: it waits for whatever an event stands for then.
+    """
+
+    def __init__(self, device: torch.device, num_layers: int) -> None:
+        cuda: Any = torch.cuda
+        self._device, self._stream = device, cuda.Stream(device)
+        self._events = [cuda.Event(external=True) for _ in range(num_layers)]
+        for event in self._events:  # one that was never recorded is waited for by nobody
+            event.record(self._stream)
+
+    def expect(self, layer: int, transfer: Transfer) -> None:
+        """Layer `layer` of the next run, and those behind it, come after the last byte."""
+        _join(transfer, self._stream.cuda_stream)
+        self._events[layer].record(self._stream)
+
+    def wait(self, layer: int) -> None:
+        """Called while the graph is captured: what is captured from now on waits."""
+        torch.cuda.current_stream(self._device).wait_event(self._events[layer])
+
+
 def _join(transfer: Transfer, stream: int) -> None:
     reach: Any = transfer
     reach.join(stream)

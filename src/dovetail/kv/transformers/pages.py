@@ -52,9 +52,10 @@ class Pages:
         together = len(ids) == 1 and bool((np.diff(ids[0]) == 1).all())
         self._begin = int(ids[0, 0]) * BLOCK_TOKENS if together else None
 
-    def expect(self, move: Move, layers: int) -> None:
-        """A fetch into these blocks is under way: `layers` layers in each of its parts."""
+    def expect(self, move: Move) -> None:
+        """A fetch into these blocks is under way."""
         self.hold(move)
+        layers = move.layers or self.memory.shape.num_layers
         for layer in range(self.memory.shape.num_layers):
             self._expected[layer] = move.parts[min(layer // layers, len(move.parts) - 1)]
 
@@ -74,16 +75,27 @@ class Pages:
             self._expected = {n: other for n, other in self._expected.items() if other is not part}
 
     def enter(self, begin: int, end: int) -> torch.Tensor:
-        """Room for the tokens from `begin` to `end` of all layers, and every wait before they are written.
+        """Room for the tokens from `begin` to `end`, in all layers; they are written behind stores that read there.
 
         Returns where the tokens of the first sequence lie, on the device; raises `CacheFull` and changes nothing if
         there are too few blocks.
         """
         self.reserve(end)
-        while self._expected:
-            self.arrive(next(iter(self._expected)))
         self._behind_stores(begin)
         return self._rows[0]
+
+    @property
+    def is_expecting(self) -> bool:
+        """Is a fetch under way that no layer, or not every one, has waited for?"""
+        return self.is_open and bool(self._expected)
+
+    def expected(self) -> list[tuple[int, Transfer]]:
+        """Parts of a fetch that no layer has waited for yet: (first layer, part), in order. The caller sees to them."""
+        parts: dict[int, tuple[int, Transfer]] = {}
+        for layer, part in sorted(self._expected.items()):
+            parts.setdefault(id(part), (layer, part))
+        self._expected = {}
+        return list(parts.values())
 
     def write(self, layer: int, begin: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """New tokens from `begin` on, as attention gives them: [N, H, S, D]."""

@@ -6,8 +6,10 @@ is joined layer by layer by the stream that computes: nothing blocks the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,9 +21,15 @@ from dovetail.kv.prefixes import Move, Prefixes
 from dovetail.kv.transformers import order, serving
 from dovetail.kv.transformers.memory import PagedMemory
 from dovetail.kv.transformers.paged import PagedCache
+from dovetail.kv.transformers.pages import Pages
+from dovetail.kv.transformers.shape import KVShape
 
 Tokens = torch.Tensor | Sequence[int] | NDArray[Any]
 _EVERYBODY = b"everybody"
+AUTO: Literal["auto"] = "auto"
+_LONG_BYTES = 64 << 20  # about a millisecond of a fast link
+_MOST_PARTS = 4  # each has a copy for every block
+_PART_BYTES = 512 << 10  # of a copy: shorter ones take longer to issue than to move
 
 
 class PrefixStore:
@@ -32,7 +40,8 @@ class PrefixStore:
         pool_bytes: host memory to keep prefixes in, pinned if the blocks are on a GPU; the oldest go when it is full.
         path: how bytes move to and from a GPU.
         layers: so many layers are fetched at a time, and a layer is computed while the next ones arrive; None: all at
-            once, in the fewest copies.
+            once, in the fewest copies; "auto": a few at a time if the fetch is long and no other is waited for, for
+            steps that are graphs (`Steps`): where the host launches kernel by kernel, fewer copies are better.
         kept: instead of `pool_bytes` and `path`, prefixes of the same blocks that exist; the caller closes them.
     """
 
@@ -42,14 +51,15 @@ class PrefixStore:
         *,
         pool_bytes: int | None = None,
         path: Path | str = Path.AUTO,
-        layers: int | None = None,
+        layers: int | Literal["auto"] | None = None,
         kept: Prefixes | None = None,
     ) -> None:
         if (pool_bytes is None) == (kept is None):
             raise ValueError("a PrefixStore needs either pool_bytes or kept")
-        if layers is not None and layers < 1:
-            raise ValueError(f"layers is {layers}; it must be 1 or more, or None for all at once")
+        if layers not in (None, AUTO) and (not isinstance(layers, int) or layers < 1):
+            raise ValueError(f"layers is {layers!r}; it must be 1 or more, None for all at once, or {AUTO!r}")
         self.memory, self.layers = memory, layers
+        self._begun: weakref.WeakSet[Pages] = weakref.WeakSet()  # caches whose fetch may not be waited for yet
         self._device: Device | None = None
         self._owns = kept is None
         self.kept = kept if kept is not None else self._made(pool_bytes or 0, path)
@@ -77,18 +87,29 @@ class PrefixStore:
         prompt = row_of(token_ids)
         if not len(prompt):
             raise ValueError("a prompt has at least one token")
+        beside = order.is_computing(self.memory.device)  # asked before the stream is told to wait for blocks
         cache = PagedCache(self.memory, num_tokens=len(prompt) + room)
         try:
             after = self.memory.fence.after
-            move = self.kept.fetch(prompt[:-1], cache.blocks, salt=salt, after=after, layers=self.layers)
+            move = self.kept.fetch(
+                prompt[:-1], cache.blocks, salt=salt, after=after, beside=beside, layers=self._step()
+            )
         except BaseException:
             cache.close()
             raise
         cache.prompt = prompt
         if move.num_tokens:
-            cache.pages.expect(move, self.layers or self.memory.shape.num_layers)
+            cache.pages.expect(move)
             cache.begin_at(move.num_tokens)
+            self._begun.add(cache.pages)
         return cache
+
+    def _step(self) -> int | Callable[[int], int | None] | None:
+        """Layers that the next fetch brings at a time."""
+        if self.layers != AUTO:
+            return self.layers
+        self._begun = weakref.WeakSet(pages for pages in self._begun if pages.is_expecting)
+        return None if self._begun else functools.partial(few_layers, self.memory.shape)
 
     def keep(self, cache: PagedCache, token_ids: Tokens, *, salt: bytes = _EVERYBODY) -> Move:
         """Keeps the full blocks of a cache: of `token_ids`, as far as the cache has them, what is not kept yet.
@@ -124,6 +145,14 @@ class PrefixStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def few_layers(shape: KVShape, num_blocks: int) -> int | None:
+    """How many to fetch at a time so that computing can begin; None: all, since waiting for them takes no time."""
+    if num_blocks * shape.num_layers * shape.row_bytes < _LONG_BYTES:
+        return None
+    step = max(-(-shape.num_layers // _MOST_PARTS), _PART_BYTES // shape.row_bytes)
+    return step if step < shape.num_layers else None
 
 
 def open_device(device: torch.device) -> Device:

@@ -21,7 +21,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from dovetail.errors import NotSupported
 from dovetail.kv.models import BLOCK_TOKENS
-from dovetail.kv.transformers import attention
+from dovetail.kv.mover import Transfer
+from dovetail.kv.transformers import attention, order
 from dovetail.kv.transformers.memory import PagedMemory
 from dovetail.kv.transformers.paged import PagedCache
 from dovetail.kv.transformers.pages import Pair
@@ -85,6 +86,7 @@ class Steps:
             rows = cache.pages.enter(begin, end)
             form = self._form(_octave(len(ids)), self.memory.num_blocks * BLOCK_TOKENS if self.paged else _room(end))
             form.fill(ids, begin, rows)
+            form.expect(cache.pages.expected())
             logits = form.run(self._pool)
         cache.begin_at(end)
         return logits
@@ -153,6 +155,8 @@ class _Form:
             self._order = torch.arange(room, device=device)
         self._cache = Cache(layers=[_FormLayer(self, n) for n in range(memory.shape.num_layers)])
         self._graph: Any = None
+        self._ended: Any = None  # of the last run
+        self._arrivals: order.Arrivals | None = None
         self._logits: torch.Tensor | None = None
         #: Within `_compute`: where the new tokens go, and where all are read.
         self.places, self.seen = self._rows, self._rows
@@ -170,6 +174,17 @@ class _Form:
         known = min(self.room, len(rows))
         self._rows[:known].copy_(rows[:known])
 
+    def expect(self, parts: list[tuple[int, Transfer]]) -> None:
+        """What the next run computes comes behind these, each layer behind its own if the last run is over."""
+        gates = self._arrivals if len(parts) > 1 else None
+        if gates is not None and not self._ended.query():
+            gates = None
+        for layer, part in parts:
+            if gates is not None:
+                gates.expect(layer, part)
+            else:
+                order.join(part, self.memory.device)
+
     def run(self, pool: Any) -> torch.Tensor:
         """Computes what was filled in; the logits of the last token."""
         if self._graph is None:
@@ -178,15 +193,24 @@ class _Form:
                 self._capture(pool)
             return logits
         self._graph.replay()
+        self._ended.record()
         assert self._logits is not None
         return self._logits.clone()  # the next graph writes there too
 
     def _capture(self, pool: Any) -> None:
-        graph = torch.cuda.CUDAGraph()
+        cuda: Any = torch.cuda
+        graph, self._ended = torch.cuda.CUDAGraph(), cuda.Event()
+        self._arrivals = order.Arrivals(self.memory.device, self.memory.shape.num_layers)
         # Other threads may go on calling the driver; they have nothing to do with this stream.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             self._logits = self._compute()
+        self._ended.record()
         self._graph = graph
+
+    def arrive(self, layer: int) -> None:
+        """What is captured from now on waits for a layer; without a graph the stream has waited before."""
+        if self._arrivals is not None:
+            self._arrivals.wait(layer)
 
     def _compute(self) -> torch.Tensor:
         positions, dtype = self._positions, self.memory.shape.dtype
@@ -226,6 +250,7 @@ class _FormLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Pair:
         """[1, H, S, D] each; K and V of all tokens, [1, H, C, D], unless attention reads them where they lie."""
         form = self._form
+        form.arrive(self._index)
         tokens, words = form.memory.tokens[self._index], form.memory.words[self._index]
         for n, states in enumerate((key_states, value_states)):
             tokens[:, n].index_copy_(0, form.places, states[0].transpose(0, 1))
