@@ -169,7 +169,10 @@ def test_a_layer_of_a_graph_waits_for_its_part(half: Any, taken_out: bool, monke
             torch.cuda.synchronize()
 
 
-def test_generate_by_graphs(model: Any) -> None:
+@pytest.mark.parametrize("kind", ["model", "half"])
+def test_generate_by_graphs(kind: str, request: pytest.FixtureRequest) -> None:
+    """In bfloat16 the first token is compared: what follows may be another text, by rounding."""
+    model = request.getfixturevalue(kind)
     blocks = memory(model)
     steps = Steps(model, blocks)
     for n in range(3):
@@ -178,7 +181,10 @@ def test_generate_by_graphs(model: Any) -> None:
         plain = generate(model, prompt, attention_mask=mask)
         with steps.generating(), PagedCache(blocks) as cache:
             ours = generate(model, prompt, cache, attention_mask=mask)
-        assert steps._forms
+        assert {tokens for tokens, _ in steps._forms} == {1}
+        if kind == "half":
+            assert (ours.logits[0] - plain.logits[0]).abs().max().item() < 1.5
+            continue
         assert torch.equal(ours.sequences, plain.sequences)
         assert far(ours, plain) < ROUNDING
 

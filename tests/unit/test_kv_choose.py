@@ -65,7 +65,9 @@ def test_between_paths_as_fast_the_host_decides() -> None:
             (Direction.FETCH, False, Path.STAGED): Samples([(65536, 64 * MB, 1250.0, 50.0)]),
         }
         made = Costs(samples=samples, entries_per_call=128, source="a test")
-        assert choose(Direction.FETCH, shape, made, beside=False).path is wanted
+        choice = choose(Direction.FETCH, shape, made, beside=False)
+        assert choice.path is wanted
+        assert f"dma-batch 1200 us (host {batch_host_us:.0f}), staged 1250 us (host 50)" in choice.reason
 
 
 def test_rows_that_a_kernel_can_move() -> None:
@@ -126,7 +128,7 @@ def test_the_choice_is_that_of_a_plain_search_wherever_it_is_asked_for() -> None
             cost = {path: time_us + HOST_SHARE * host[path] for path, time_us in wanted.items()}
             assert made.choice().path is min(cost, key=cost.__getitem__)
             where = "beside computation" if beside else "on an idle GPU"
-            times = ", ".join(f"{path} {time_us:.0f} us" for path, time_us in wanted.items())
+            times = ", ".join(f"{path} {time_us:.0f} us (host {host[path]:.0f})" for path, time_us in wanted.items())
             assert made.choice().reason == f"estimated {where}: {times} ({shipped.source})"
             found.add(made.choice().path)
     assert found == set(CANDIDATES)

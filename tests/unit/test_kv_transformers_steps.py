@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,10 +16,11 @@ from tests.llama import LateMover, generate, llama, prompt
 from transformers import DynamicCache
 
 from dovetail.bench.serve.server import Scattered
+from dovetail.errors import NotSupported
 from dovetail.kv.memory import HostMemory
 from dovetail.kv.pool import Pool
 from dovetail.kv.prefixes import Prefixes, _flat
-from dovetail.kv.transformers import CacheFull, PagedCache, PagedMemory, PrefixStore, Steps, steps
+from dovetail.kv.transformers import CacheFull, PagedCache, PagedMemory, PrefixStore, Steps, order, steps
 from dovetail.kv.transformers.pages import Pages
 
 MODEL = llama()
@@ -127,7 +132,7 @@ def test_generate_uses_them_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> N
     taken = Steps(MODEL, blocks := memory(), most_tokens=32)
     ran: list[int] = []
     run = steps._Form.run
-    monkeypatch.setattr(steps._Form, "run", lambda form, *a: (ran.append(form._num_tokens), run(form, *a))[1])
+    monkeypatch.setattr(steps._Form, "run", lambda form: (ran.append(form.num_tokens), run(form))[1])
     for count, wanted in ((20, [32] + 19 * [1]), (50, 19 * [1])):
         ids = prompt(count)
         right = generate(MODEL, ids)
@@ -150,8 +155,54 @@ def test_generate_uses_them_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> N
             one = generate(MODEL, ids[:1], cache, attention_mask=mask[:1])
             assert torch.equal(one.sequences, generate(MODEL, ids[:1], attention_mask=mask[:1]).sequences)
         generate(MODEL, prompt(5))  # a cache of transformers
+        with PagedCache(blocks) as cache:  # more than logits is asked for
+            assert generate(MODEL, prompt(5), cache, output_hidden_states=True).hidden_states[-1]
+        ids = prompt(5)
+        for other in ({"position_ids": torch.arange(3, 8)[None]}, {"return_dict": False}, {"inputs_embeds": ids}):
+            with PagedCache(blocks) as cache, torch.inference_mode():
+                assert not taken._fits({"input_ids": ids, "past_key_values": cache, "logits_to_keep": 1} | other)
     assert not ran
     assert "forward" not in vars(MODEL)
+
+
+def test_nothing_is_kept_alive_by_a_cycle() -> None:
+    """A memory may be as large as the device: it goes with its last user, not when garbage is collected."""
+    taken = Steps(MODEL, blocks := memory())
+    with PagedCache(blocks) as cache:
+        taken(prompt(3), cache)
+    gone = weakref.ref(blocks), weakref.ref(next(iter(taken._forms.values())))
+    gc.disable()
+    try:
+        del taken, blocks, cache
+        assert [ref() for ref in gone] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_logits_are_plain_tensors() -> None:
+    taken = Steps(MODEL, blocks := memory(), most_tokens=4)
+    with PagedCache(blocks) as cache:
+        for count in (2, 2, 9):
+            logits = taken(prompt(count), cache)
+            logits[3] = -1e9  # as somebody who bans a token does
+
+
+def test_a_step_that_fails_is_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = prompt(50)
+    with late(blocks := memory(), 1) as store:
+        taken = Steps(MODEL, blocks)
+        with store.begin(ids) as cache:
+            taken(ids[:, :48], cache)
+            store.keep(cache, ids).wait()
+            right = taken(ids[:, 48:], cache)
+        blocks.tokens.fill_(float("nan"))
+        with store.begin(ids) as cache:
+            with monkeypatch.context() as patch:
+                patch.setattr(steps._Form, "expect", lambda form, parts: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    taken(ids[:, 48:], cache)
+            assert cache.get_seq_length() == 48
+            assert torch.equal(taken(ids[:, 48:], cache), right)
 
 
 def test_forms_that_were_not_used_lately_go() -> None:
@@ -178,6 +229,9 @@ def test_what_does_not_fit_is_refused_and_nothing_changes() -> None:
         taken([1], cache)
     with PagedCache(blocks, num_sequences=2) as cache, pytest.raises(ValueError, match="caches of one sequence"):
         taken([1], cache)
+    for wrong in (prompt(5, batch=2), prompt(5).float(), prompt(5).bool(), prompt(5)[None]):
+        with PagedCache(blocks) as cache, pytest.raises(ValueError, match="one row of token ids"):
+            taken(wrong, cache)
     with PagedCache(blocks) as cache, pytest.raises(CacheFull):
         taken(prompt(65), cache)
     assert (cache.get_seq_length(), blocks.num_free) == (0, 4)
@@ -185,9 +239,147 @@ def test_what_does_not_fit_is_refused_and_nothing_changes() -> None:
         taken([1], cache)
     with pytest.raises(ValueError, match="most_tokens is 0"):
         Steps(MODEL, blocks, most_tokens=0)
+    with pytest.raises(NotSupported, match="attention over blocks is for NVIDIA GPUs"):
+        Steps(MODEL, blocks, paged=True)
     MODEL.train()
     try:
         with pytest.raises(ValueError, match=r"call model.eval\(\) first"):
             Steps(MODEL, blocks)
     finally:
         MODEL.eval()
+
+
+class Graphs:
+    """Stands for graphs of torch: a replay computes the captured form again; events are over when they are told so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.are_over, self.fails = True, False
+        self.captured: list[Graph] = []
+        cuda: Any = torch.cuda
+        for name, stands in {
+            "CUDAGraph": lambda: Graph(self),
+            "graph": self.capture,
+            "Event": lambda external=False: Event(self),
+            "Stream": lambda device: Stream(),
+            "current_stream": lambda device: Stream(),
+            "set_stream": lambda stream: self.log.append("the stream of before"),
+            "graph_pool_handle": lambda: "pool",
+        }.items():
+            monkeypatch.setattr(cuda, name, stands)
+
+    @contextlib.contextmanager
+    def capture(self, graph: Graph, *, pool: str, stream: Stream, capture_error_mode: str) -> Iterator[None]:
+        assert (pool, capture_error_mode) == ("pool", "thread_local")
+        assert isinstance(stream, Stream)
+        if self.fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.log.clear()
+        yield
+        self.captured.append(graph)
+
+    def steps(self, blocks: PagedMemory, **options: Any) -> Steps:
+        made = Steps(MODEL, blocks, **options)
+        made._recorder = steps._Recorder(blocks)
+        return made
+
+
+class Graph:
+    form: Any = None
+
+    def __init__(self, of: Graphs) -> None:
+        self._of = of
+
+    def replay(self) -> None:
+        arrivals, self.form.arrivals = self.form.arrivals, None  # what was captured: it waits by itself
+        with torch.inference_mode():
+            self.form.logits = self.form.compute()
+        self.form.arrivals = arrivals
+        self._of.log.append("replay")
+
+
+class Event:
+    def __init__(self, of: Graphs) -> None:
+        self._of = of
+
+    def record(self, stream: Any = None) -> None:
+        self._of.log.append("record")
+
+    def query(self) -> bool:
+        return self._of.are_over
+
+
+class Stream:
+    cuda_stream = 7
+
+    def wait_event(self, event: Event) -> None:
+        """In a capture."""
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
+    made = Graphs(monkeypatch)
+    record = steps._Recorder.record
+
+    def recorded(recorder: Any, form: Any) -> bool:
+        done = record(recorder, form)
+        if done:
+            form.graph.form = form
+        return done
+
+    monkeypatch.setattr(steps._Recorder, "record", recorded)
+    return made
+
+
+def test_a_form_is_captured_once_and_replayed(graphs: Graphs) -> None:
+    taken, stock = graphs.steps(blocks := memory()), DynamicCache(config=MODEL.config)
+    with PagedCache(blocks) as cache:
+        for n, count in enumerate((20, 1, 1, 1, 30)):
+            ids = prompt(count, n)
+            assert far(taken(ids, cache), plain(ids, stock)) < ROUNDING
+    assert len(graphs.captured) == 2
+    assert graphs.log.count("replay") == 3
+
+
+def test_a_model_that_cannot_be_captured_is_computed(graphs: Graphs, caplog: pytest.LogCaptureFixture) -> None:
+    graphs.fails = True
+    taken, stock = graphs.steps(blocks := memory()), DynamicCache(config=MODEL.config)
+    with PagedCache(blocks) as cache:
+        for n, count in enumerate((1, 1, 4, 1)):
+            assert far(taken(prompt(count, n), cache), plain(prompt(count, n), stock)) < ROUNDING
+    assert graphs.log.count("the stream of before") == 1
+    assert len([line for line in caplog.messages if "can't be captured" in line]) == 1
+
+
+def test_layers_wait_by_themselves_only_if_the_last_run_is_over(
+    graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined: list[str] = []
+    monkeypatch.setattr(order.Arrivals, "expect", lambda self, layer, part: joined.append(f"layer {layer}"))
+    monkeypatch.setattr(order, "join", lambda part, device: joined.append("all"))
+    taken = graphs.steps(blocks := memory())
+    parts: list[Any] = [(0, object()), (2, object())]
+    with PagedCache(blocks) as cache:
+        for is_over, expected, wanted in (
+            (True, parts, ["all", "all"]),  # nothing is captured yet
+            (True, parts, ["layer 0", "layer 2"]),
+            (False, parts, ["all", "all"]),  # the graph would wait for the wrong fetch
+            (True, parts[:1], ["all"]),
+        ):
+            graphs.are_over = is_over
+            monkeypatch.setattr(Pages, "expected", lambda self, expected=expected: expected)
+            taken(prompt(1), cache)
+            assert joined == wanted
+            joined.clear()
+
+
+def test_a_graph_that_runs_is_not_dropped(graphs: Graphs) -> None:
+    taken = graphs.steps(blocks := memory(), most_forms=1)
+    with PagedCache(blocks) as cache:
+        graphs.are_over = False
+        for count in (1, 2, 4):
+            taken(prompt(count), cache)
+        assert len(taken._forms) == 3
+        graphs.are_over = True
+        taken(prompt(8), cache)
+    assert [tokens for tokens, _ in taken._forms] == [8]

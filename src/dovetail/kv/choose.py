@@ -185,8 +185,9 @@ def estimate(
             if path in paths and (direction, state, path) in costs.samples
         }
         if found:
-            times, why = found, functools.partial(_estimated, state, found, costs.source)
+            times = found
             host = {path: costs.samples[direction, state, path].host_us(shape) for path in found}
+            why = functools.partial(_estimated, state, found, host, costs.source)
             break
     return Estimate(
         size_bytes=shape.size_bytes, times_us=times, entries_per_call=costs.entries_per_call, why=why, host_us=host
@@ -197,14 +198,17 @@ def _nothing_else() -> str:
     return "no other path was measured"
 
 
-def _estimated(beside: bool, times_us: Mapping[Path, float], source: str) -> str:
+def _estimated(beside: bool, times_us: Mapping[Path, float], host_us: Mapping[Path, float], source: str) -> str:
     where = "beside computation" if beside else "on an idle GPU"
-    return f"estimated {where}: {shown(times_us)} ({source})"
+    return f"estimated {where}: {shown(times_us, host_us)} ({source})"
 
 
-def shown(times_us: Mapping[Path, float]) -> str:
-    """Times as a reason has them."""
-    return ", ".join(f"{path} {time_us:.0f} us" for path, time_us in times_us.items())
+def shown(times_us: Mapping[Path, float], host_us: Mapping[Path, float]) -> str:
+    """Times as a reason has them, and where it is known what the host takes of them."""
+    return ", ".join(
+        f"{path} {time_us:.0f} us" + (f" (host {host:.0f})" if (host := host_us.get(path)) else "")
+        for path, time_us in times_us.items()
+    )
 
 
 def choose(

@@ -107,14 +107,14 @@ class Request:
         number = sum([len(seen[path].recent) for path in here])
         return Estimate(
             size_bytes=known.size_bytes, times_us={**known.times_us, **here}, entries_per_call=known.entries_per_call,
-            why=functools.partial(_measured, here, number, known.times_us), host_us=known.host_us,
+            why=functools.partial(_measured, here, number, known), host_us=known.host_us,
         )  # fmt: skip
 
 
-def _measured(here: Mapping[Path, float], number: int, known: Mapping[Path, float]) -> str:
-    reason = f"measured here: {shown(here)} ({number} transfers)"
-    if others := {path: time_us for path, time_us in known.items() if path not in here}:
-        reason += f"; estimated: {shown(others)}"
+def _measured(here: Mapping[Path, float], number: int, known: Estimate) -> str:
+    reason = f"measured here: {shown(here, known.host_us)} ({number} transfers)"
+    if others := {path: time_us for path, time_us in known.times_us.items() if path not in here}:
+        reason += f"; estimated: {shown(others, known.host_us)}"
     return reason
 
 

@@ -83,7 +83,8 @@ def _auto(rows: Sequence[Row]) -> list[str]:
 def _beside(rows: Sequence[Row]) -> list[str]:
     """Of `auto` beside computation: what that keeps, and its own speed as a share of that on an idle GPU.
 
-    There it may have taken another path: so also as a share of what the path that it takes beside reaches there.
+    There it may have taken another path: so also as a share of what the path that it takes beside reaches there, if
+    that was measured.
     """
     found = []
     known = cells(rows)
@@ -94,11 +95,12 @@ def _beside(rows: Sequence[Row]) -> list[str]:
             if key[-1] == IDLE or row["path"] != Path.AUTO or Path.AUTO not in idle:
                 continue
             share = row["bandwidth_gbps"] / idle[Path.AUTO]
-            own = row["bandwidth_gbps"] / idle.get(row["chosen"], idle[Path.AUTO])
-            met += own >= COPIES_KEPT and row["compute_kept"] >= KEPT
+            own = row["bandwidth_gbps"] / idle[row["chosen"]] if row["chosen"] in idle else None
+            met += (share if own is None else own) >= COPIES_KEPT and row["compute_kept"] >= KEPT
             kept = f"computation keeps {row['compute_kept']:.0%}, the copies {share:.0%} of auto's idle speed"
+            kept += "" if own is None else f", {own:.0%} of that of its path"
             where = f"{key[0]}, {key[2]} tokens, {key[4]} beside {key[5]}"
-            found.append(f"  auto, {where}: {kept}, {own:.0%} of that of its path ({row['chosen']})")
+            found.append(f"  auto, {where}: {kept} ({row['chosen']})")
     if found:
         aim = f"computation keeps {KEPT:.0%}, and copies {COPIES_KEPT:.0%} of what their path reaches on an idle GPU"
         found.insert(0, f"beside computation, in {met} of {len(found)} cells {aim}")

@@ -70,9 +70,10 @@ class Arrivals:
     A graph that runs must be over before something else is expected: it waits for whatever an event stands for then.
     """
 
-    def __init__(self, device: torch.device, num_layers: int) -> None:
+    def __init__(self, device: torch.device, num_layers: int, stream: Any) -> None:
+        """`stream`: one of torch's that only waits; several may share it."""
         cuda: Any = torch.cuda
-        self._device, self._stream = device, cuda.Stream(device)
+        self._device, self._stream = device, stream
         self._events = [cuda.Event(external=True) for _ in range(num_layers)]
         for event in self._events:  # one that was never recorded is waited for by nobody
             event.record(self._stream)

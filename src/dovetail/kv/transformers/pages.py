@@ -90,12 +90,15 @@ class Pages:
         return self.is_open and bool(self._expected)
 
     def expected(self) -> list[tuple[int, Transfer]]:
-        """Parts of a fetch that no layer has waited for yet: (first layer, part), in order. The caller sees to them."""
+        """Parts of a fetch that not all layers have waited for: (first layer, part), in order."""
         parts: dict[int, tuple[int, Transfer]] = {}
         for layer, part in sorted(self._expected.items()):
             parts.setdefault(id(part), (layer, part))
-        self._expected = {}
         return list(parts.values())
+
+    def all_arrived(self) -> None:
+        """Somebody has seen to it that all layers wait for their parts."""
+        self._expected = {}
 
     def write(self, layer: int, begin: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """New tokens from `begin` on, as attention gives them: [N, H, S, D]."""

@@ -36,7 +36,7 @@ class ServingMover(GpuMover):
         beside: bool | None = None,
         entries_per_call: int | None = None,
     ) -> GpuTransfer:
-        """As `GpuMover.submit`. Parts of a transfer behind the first come without `after`: they run beside."""
+        """As `GpuMover.submit`. A prefix that is begun says `beside` itself, for all its parts."""
         if beside is None and after:
             beside = order.is_computing(self._where)
         return super().submit(
