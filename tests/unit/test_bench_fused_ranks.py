@@ -315,6 +315,34 @@ def test_saving_keeps_what_else_the_profile_has(tmp_path: Path, monkeypatch: pyt
     assert line == "gemm_all_to_all, cpu, 2 ranks: fastest of 1 shapes: store 1; 1.25x over unfused"
 
 
+def test_figures_of_another_gpu_go_when_this_one_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOVETAIL_PROFILE", str(tmp_path / "profile.json"))
+
+    def saved() -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((tmp_path / "profile.json").read_text())["sections"]["fused"]
+        return found
+
+    mine = row(unfused=100, store=80) | {"backend": "cuda"}
+    tune.save([mine | {"ranks": 4}], "NVIDIA A100")
+    tune.save([row(unfused=100, store=80)])
+    assert set(saved()["cuda"][grid.GEMM]) == {"4"}
+    tune.save([mine], "NVIDIA H200")
+    assert saved()["cuda"]["device"] == "NVIDIA H200"
+    assert set(saved()["cuda"][grid.GEMM]) == {"2"}
+    tune.save([mine | {"ranks": 4}], "NVIDIA H200")
+    assert set(saved()["cuda"][grid.GEMM]) == {"2", "4"}
+    assert "cpu" in saved()
+
+
+def test_what_is_tuned_on_gpus() -> None:
+    """Layers of a GPU's size, none of which is judged by."""
+    spec = tune_spec(grid.OPS, 2, 60, "cuda")
+    assert spec.backend == "cuda"
+    assert not set(spec.shapes) & set(grid.grid(backend="cuda"))
+    layers = [shape for shape in spec.shapes if shape.op == grid.GEMV]
+    assert min(shape.n for shape in layers if isinstance(shape, grid.Product)) > 4096
+
+
 # --- usage
 
 
@@ -334,7 +362,6 @@ def test_saving_keeps_what_else_the_profile_has(tmp_path: Path, monkeypatch: pyt
         (("bench", "all_gather", "--op", "all"), "--op is for fused"),
         (("bench", "overlap", "--ablate"), "--ablate is for fused"),
         (("tune", "--only", "fused,kv"), "--only: measure"),
-        (("tune", "--only", "fused", "--backend", "cuda"), "--only fused is for --backend cpu"),
         (("tune", "--only", "fused", "--cache", "1G"), "--cache is for --only kv"),
     ],
 )

@@ -80,6 +80,21 @@ def test_several_hosts_and_other_backends() -> None:
     assert transport_for(_group({}), CALL, "auto", "abacus").transport == "unfused"
 
 
+def test_figures_of_another_gpu_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "_gpu_name", lambda: "NVIDIA H200")
+    rows = {"2": [[*CALL.load, {"unfused": 9.0, "store": 1.0, "dma": 5.0}, "float32"]]}
+    for tuned, transport, reason in (
+        ({CALL.op: rows, "device": "NVIDIA H200"}, "store", "9.00 times as fast as unfused"),
+        ({CALL.op: rows}, "store", "9.00 times as fast as unfused"),
+        ({CALL.op: rows, "device": "NVIDIA A100"}, "unfused", "nothing was measured on NVIDIA H200, only on NVIDIA A"),
+        ({"device": "NVIDIA H200"}, "unfused", "nothing was measured on this GPU (`dovetail tune --only fused"),
+        ({}, "unfused", "nothing was measured on this GPU"),
+    ):
+        choice = transport_for(_group({"fused": {"cuda": tuned}}), CALL, "auto", "cuda")
+        assert choice.transport == transport
+        assert reason in choice.reason
+
+
 ROWS = [
     [1_000, 100, {"unfused": 5.0, "store": 9.0, "dma": 30.0}],
     [70_000, 4_000, {"unfused": 50.0, "store": 20.0, "dma": 30.0}],

@@ -59,14 +59,7 @@ def bench(backend: str, asked: Asked, bounds: Bounds, json: Path | None) -> None
         ops, short=asked.quick, ranks=2 if asked.ranks is None else asked.ranks, transports=given, rounds=asked.rounds,
         ablate=asked.ablate, backend=backend,
     )  # fmt: skip
-    facts = None
-    if backend != "cpu":
-        from dovetail.bench.gpu import sharing
-
-        site = sharing.survey(spec.ranks, force=False)
-        for note in sharing.mps_notes(spec.ranks, site):
-            print(f"note: {note}", file=sys.stderr)
-        facts = sharing.facts() | {"mps": site.mps}
+    facts = _shared_gpu(spec.ranks, force=False)[0] if backend != "cpu" else None
     with progress_bar() as progress:
         found = between.measure(spec, progress)
     _show(found.rows)
@@ -76,6 +69,20 @@ def bench(backend: str, asked: Asked, bounds: Bounds, json: Path | None) -> None
     _write("bench", found.rows, facts, json)
     if not found.correct:
         raise typer.Exit(1)
+
+
+def _shared_gpu(ranks: int, *, force: bool) -> tuple[Row, str]:
+    """What a record says of a GPU that ranks share, and its name; notes about it go to stderr.
+
+    Raises `NotSupported` if there is none, or others use it.
+    """
+    from dovetail.bench.gpu import sharing
+    from dovetail.hw.gpu.driver import load
+
+    site = sharing.survey(ranks, force=force)
+    for note in sharing.mps_notes(ranks, site):
+        print(f"note: {note}", file=sys.stderr)
+    return sharing.facts() | {"mps": site.mps}, load("cuda").device_name(0)
 
 
 def _lacking(given: tuple[str, ...], ops: Sequence[str], backend: str) -> list[str]:
@@ -204,10 +211,12 @@ def _gpu_spec(asked: Asked) -> Spec:
     return spec
 
 
-def tune(backend: str, ranks: list[int], budget_s: float, json: Path | None) -> None:
-    """Measures every transport of every operator, saves the times in the profile and shows who was fastest."""
-    if backend != "cpu":
-        raise ValueError("--only fused is for --backend cpu: on a GPU the transports are not tuned yet")
+def tune(backend: str, ranks: list[int], budget_s: float, force: bool, json: Path | None) -> None:
+    """Measures every transport of every operator, saves the times in the profile and shows who was fastest.
+
+    On GPUs it is ranks that share them.
+    """
+    facts, device = _shared_gpu(max(ranks), force=force) if backend != "cpu" else (None, "")
     from dovetail.bench.fused import grid
     from dovetail.bench.fused import ranks as between
     from dovetail.bench.fused import tune as tuning
@@ -217,16 +226,17 @@ def tune(backend: str, ranks: list[int], budget_s: float, json: Path | None) -> 
     notes: list[str] = []
     with progress_bar() as progress:
         for number in ranks:
-            found = between.measure(between.tune_spec(grid.OPS, number, budget_s / len(ranks)), progress)
+            spec = between.tune_spec(grid.OPS, number, budget_s / len(ranks), backend)
+            found = between.measure(spec, progress)
             rows += found.rows
             notes += [f"{number} ranks: {note}" for note in found.notes]
-    saved = tuning.save(rows)
+    saved = tuning.save(rows, device)
     for line in tuning.lines(rows):
         print(line)
     print(f"profile: {saved}")
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    _write("tune", rows, None, json)
+    _write("tune", rows, facts, json)
     if not all(row["correct"] for row in rows):
         print("a result was WRONG; it is not in the profile", file=sys.stderr)
         raise typer.Exit(1)

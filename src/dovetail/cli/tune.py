@@ -31,6 +31,8 @@ dovetail tune --backend cuda --only kv --cache 32G
 dovetail tune --backend cuda --only overlap --budget 60s
 
 dovetail tune --only fused --ranks 2
+
+dovetail tune --only fused --backend cuda --ranks 2
 """
 _SECTIONS = ("coll", "kv", "overlap", "fused")
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -61,7 +63,8 @@ def tune(
     With --only overlap: how much a computation and a communication slow each other down, by strategy; `auto` of
     dovetail.overlap estimates with it.
 
-    With --only fused: every transport of every fused operator; `auto` of dovetail.ops takes the fastest.
+    With --only fused: every transport of every fused operator; `auto` of dovetail.ops takes the fastest. On GPUs
+    between ranks that share them, best under MPS.
 
     The profile goes to ~/.cache/dovetail/ or DOVETAIL_PROFILE; figures in it for other numbers of ranks and for the
     other backend are kept, and so is all else in it. A variant with a wrong result is never chosen. Exit 1 if there was
@@ -92,7 +95,7 @@ def tune(
         refuse({"cache": cache}, "--only kv")
         from dovetail.cli import _fused
 
-        _fused.tune(backend, _numbers("2" if ranks is None else ranks), parse_seconds(budget), json)
+        _fused.tune(backend, _numbers("2" if ranks is None else ranks), parse_seconds(budget), force, json)
         return
     if only == "kv":
         refuse({"ranks": ranks, "begin": begin, "end": end, "factor": factor}, "--only coll")

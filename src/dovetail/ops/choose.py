@@ -2,7 +2,8 @@
 
 The section "fused" of a profile is a table by backend, operator and number of ranks; each entry is a list of rows
 ``[operations, bytes, {transport: time_us}, dtype]``, one per measured shape; the dtype may be missing. A call takes
-what gained most over unfused at the shapes near it.
+what gained most over unfused at the shapes near it. Of GPUs the name stands beside the operators ("device"): figures
+of another one do not count.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dovetail.ops import calls
 
 UNFUSED, DECOMPOSED, STORE, DMA = "unfused", "decomposed", "store", "dma"
 AUTO = "auto"
+DEVICE = "device"
 NAMES = (UNFUSED, DECOMPOSED, STORE, DMA)
 #: A transport is taken where it gains so much over unfused on the mean of shapes nearby, and has at least this share
 #: of its speed at each of them.
@@ -99,10 +101,19 @@ def _by_figures(told: dict[str, Any], call: calls.Call, ranks: int, has: tuple[s
     """By what rank 0's profile has for the call."""
     if len(has) == 1:
         return Choice(UNFUSED, f"{backend} has no other transport for {call.op}")
-    table = told.get("fused", {}).get(backend, {}).get(call.op, {})
-    if not table and backend != "cpu":
-        return Choice(UNFUSED, "nothing else was measured on this GPU; name a transport to try it")
+    tuned = told.get("fused", {}).get(backend, {})
+    table = tuned.get(call.op, {})
+    if backend != "cpu":
+        measured, here = tuned.get(DEVICE), _gpu_name() if table else ""
+        if not table or measured not in (None, here):
+            where = f"{here}, only on {measured}" if table else "this GPU"
+            mend = f"`dovetail tune --only fused --backend {backend}`"
+            return Choice(UNFUSED, f"nothing was measured on {where} ({mend})")
     return from_table(table, call, ranks, has)
+
+
+def _gpu_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
 
 def _known(name: str, op: str, has: tuple[str, ...], backend: str, group: Group) -> str:

@@ -1,4 +1,4 @@
-"""The shapes of `dovetail bench fused` on a CPU, and those that `dovetail tune --only fused` measures: pure data.
+"""The shapes of `dovetail bench fused` between ranks, and those that `dovetail tune --only fused` measures: pure data.
 
 The rule: an operator's grid is a product of two axes and nothing is left out of it. One is the size of what is sent, in
 steps of 4 to 8: from a decoding step to a batch of a mixture of experts or of a recommendation model. The other is the
@@ -92,6 +92,7 @@ _TUNE_SIZES = {EMBEDDING: (128, 1024, 4096), GEMM: (32, 256, 1024)}
 _TUNE_WORK = {EMBEDDING: (2, 16)}
 _TUNE_PRODUCT_WORK = (64, 256)
 _TUNE_GEMV_ROWS, _TUNE_LAYERS = (2, 32), ((1536, 256), (3072, 768))
+_TUNE_GPU_LAYERS = ((6144, 1536), (8192, 4096))
 
 
 def grid(ops: Sequence[str] = OPS, backend: str = "cpu") -> tuple[Shape, ...]:
@@ -119,13 +120,13 @@ def quick(ops: Sequence[str] = OPS) -> tuple[Shape, ...]:
     return tuple(found)
 
 
-def coarse(ops: Sequence[str] = OPS) -> tuple[Shape, ...]:
+def coarse(ops: Sequence[str] = OPS, backend: str = "cpu") -> tuple[Shape, ...]:
     """What a choice is made by, from small to large: where time is short, every operator lacks its large ones."""
     found: list[Shape] = []
+    layers = _TUNE_LAYERS if backend == "cpu" else _TUNE_GPU_LAYERS
     for op in ops:
         if op == GEMV:
-            layers = itertools.product(_TUNE_GEMV_ROWS, _TUNE_LAYERS)
-            found += [Product(op=op, m=m, n=n, k=k) for m, (n, k) in layers]
+            found += [Product(op=op, m=m, n=n, k=k) for m, (n, k) in itertools.product(_TUNE_GEMV_ROWS, layers)]
             continue
         sizes, works = _TUNE_SIZES.get(op, _TUNE_SIZES[GEMM]), _TUNE_WORK.get(op, _TUNE_PRODUCT_WORK)
         found += [_product(op, size, work) for size, work in itertools.product(sizes, works)]

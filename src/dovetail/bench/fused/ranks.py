@@ -97,12 +97,13 @@ def spec_of(ops: Sequence[str], *, short: bool, backend: str = "cpu", **more: An
     return RankSpec(shapes=grid(ops, backend), backend=backend, **more)
 
 
-def tune_spec(ops: Sequence[str], ranks: int, budget_s: float) -> RankSpec:
+def tune_spec(ops: Sequence[str], ranks: int, budget_s: float, backend: str = "cpu") -> RankSpec:
     """What is measured for choices. About half of the time goes into arguments, checks and first calls."""
-    shapes = coarse(ops)
+    shapes = coarse(ops, backend)
     seconds = min(0.5, budget_s / 2 / len(shapes) / len(DTYPES))
     return RankSpec(
-        shapes=shapes, ranks=ranks, seconds=seconds, fewest=_QUICK_FEWEST, limit_s=budget_s, baselines=False
+        shapes=shapes, ranks=ranks, seconds=seconds, fewest=_QUICK_FEWEST, limit_s=budget_s, baselines=False,
+        backend=backend,
     )  # fmt: skip
 
 
@@ -232,13 +233,15 @@ class Site:
     def _contenders(self, shape: Shape, case: Case) -> dict[str, Run]:
         """By name; all ranks have the same."""
         found: dict[str, Run] = {name: case.fused(name) for name in self.spec.contenders(shape.op)}
+        on_gpus = self.spec.backend != "cpu"
+        if self.spec.baselines:
+            found |= {OURS: case.then(dovetail), COMPUTE: case.compute(), COMM: case.comm()}
+            if on_gpus and choose.STORE in found and shape.op in _CAPTURED:
+                found[GRAPH] = _captured(found[choose.STORE])
+        if on_gpus:
+            return {name: _settled(run) for name, run in found.items()}
         if not self.spec.baselines:
             return found
-        found |= {OURS: case.then(dovetail), COMPUTE: case.compute(), COMM: case.comm()}
-        if self.spec.backend != "cpu":
-            if choose.STORE in found and shape.op in _CAPTURED:
-                found[GRAPH] = _captured(found[choose.STORE])
-            return {name: _settled(run) for name, run in found.items()}
         found[GLOO] = case.then(dist)
         if isinstance(case, LookupCase):
             found |= self._fbgemm(case)

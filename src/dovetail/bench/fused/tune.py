@@ -15,30 +15,37 @@ SECTION = "fused"
 Row = dict[str, Any]
 
 
-def section(rows: Iterable[Row]) -> dict[str, Any]:
+def section(rows: Iterable[Row], device: str = "") -> dict[str, Any]:
     """Backend, operator, number of ranks -> ``[operations, bytes, {transport: time_us}, dtype]`` of each shape.
 
     A wrong result has no time. A shape without a time of unfused tells nothing and is left out. Uneven splits have the
-    load (0, 0): what a rank does there must not depend on its own sizes.
+    load (0, 0): what a rank does there must not depend on its own sizes. Of a GPU (`device`) the name stands beside.
     """
-    table: dict[str, dict[str, dict[str, list[list[Any]]]]] = {}
+    table: dict[str, dict[str, Any]] = {}
     for row in rows:
         times = {name: t for name, t in row["times_us"].items() if name in choose.NAMES}
         if choose.UNFUSED in times:
             by_ranks = table.setdefault(row["backend"], {}).setdefault(row["op"], {})
             entry = [row["operations"], row["size_bytes"], times, row["dtype"]]
             by_ranks.setdefault(str(row["ranks"]), []).append(entry)
+    for of_backend in table.values():
+        of_backend |= {choose.DEVICE: device} if device else {}
     return table
 
 
-def save(rows: Sequence[Row]) -> Path:
+def save(rows: Sequence[Row], device: str = "") -> Path:
     """Writes the profile of this machine. An operator's figures for a number of ranks are replaced as a whole; all else
-    in the profile stays."""
-    new = section(rows)
+    in the profile stays, except figures of another GPU than `device`."""
+    new = section(rows, device)
     if not new:
         raise DovetailError("nothing was measured within the budget; give more time")
     made = profile.Profile(key=machine.profile_key(), sections={SECTION: new})  # it says itself for how many ranks
     old, _ = profile.load(env.profile_path(), machine.profile_key())
+    if old:
+        for backend, figures in new.items():
+            before = old.sections.get(SECTION, {})
+            if before.get(backend, {}).get(choose.DEVICE) != figures.get(choose.DEVICE):
+                before.pop(backend, None)
     return profile.save(old.merged(made) if old else made)
 
 
