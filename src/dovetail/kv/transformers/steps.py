@@ -136,9 +136,10 @@ class Steps:
         form.fill(ids, begin, rows)
         form.expect(parts)
         logits = form.run()
-        over = [key for key, form in self._forms.items() if form.is_over()]
-        for old in over[: max(0, len(self._forms) - self.most_forms)]:
-            del self._forms[old]
+        if (extra := len(self._forms) - self.most_forms) > 0:  # behind the capture: graphs share memory with the last
+            over = [old for old, other in self._forms.items() if other is not form and other.is_over()]
+            for old in over[:extra]:
+                del self._forms[old]
         return logits
 
     @contextlib.contextmanager
