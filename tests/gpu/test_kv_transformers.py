@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,22 @@ def test_blocks_give_the_tokens_of_a_plain_cache(model: Any, own_stream: bool) -
         assert far(ours, plain) < ROUNDING
 
 
+def served(store: PrefixStore, prompts: list[torch.Tensor], answer: Callable[[int, PagedCache], None]) -> None:
+    """All prompts once, four admitted ahead; each is kept behind its answer."""
+    flying: list[tuple[int, PagedCache]] = []
+    moves = []
+    for n in [*range(len(prompts)), None, None, None, None]:
+        if n is not None:
+            flying.append((n, store.begin(prompts[n], room=3)))
+        if len(flying) > 4 or n is None:
+            which, cache = flying.pop(0)
+            with cache:
+                answer(which, cache)
+                moves.append(store.keep(cache, prompts[which]))
+    for move in moves:
+        move.wait()
+
+
 @pytest.mark.parametrize("layers", [None, 1, 4], ids=lambda n: f"layers {n}")
 @pytest.mark.parametrize("path", PATHS)
 def test_requests_in_flight_get_their_own_prefixes(model: Any, path: Path, layers: int | None) -> None:
@@ -62,20 +79,12 @@ def test_requests_in_flight_get_their_own_prefixes(model: Any, path: Path, layer
     slots = blocks.layout.slot_bytes
     with PrefixStore(blocks, pool_bytes=300 * slots, path=path, layers=layers) as store:
         for turn in range(3):
-            flying: list[tuple[int, PagedCache]] = []
-            moves = []
-            for n in [*range(8), None, None, None, None]:
-                if n is not None:
-                    flying.append((n, store.begin(prompts[n], room=3)))
-                if len(flying) > 4 or n is None:
-                    which, cache = flying.pop(0)
-                    with cache:
-                        assert cache.get_seq_length() == (496 if turn else 0)
-                        said = generate(model, prompts[which], cache, new=3)
-                        moves.append(store.keep(cache, prompts[which]))
-                    assert far(said, wanted[which]) < ROUNDING
-            for move in moves:
-                move.wait()
+
+            def answer(which: int, cache: PagedCache, turn: int = turn) -> None:
+                assert cache.get_seq_length() == (496 if turn else 0)
+                assert far(generate(model, prompts[which], cache, new=3), wanted[which]) < ROUNDING
+
+            served(store, prompts, answer)
         assert store.kept.stats().evicted == 0
 
 
@@ -114,30 +123,22 @@ def test_steps_as_graphs_behind_fetches(
     assert steps.paged is (kind == "half")
     with PrefixStore(blocks, pool_bytes=300 * blocks.layout.slot_bytes, path=path, layers=layers) as store:
         first: dict[int, list[torch.Tensor]] = {}
-        for turn in range(3):
-            flying: list[tuple[int, PagedCache]] = []
-            moves = []
-            for n in [*range(8), None, None, None, None]:
-                if n is not None:
-                    flying.append((n, store.begin(prompts[n], room=3)))
-                if len(flying) > 4 or n is None:
-                    which, cache = flying.pop(0)
-                    with cache:
-                        if not turn:
-                            steps(prompts[which][:, :496], cache)
-                        assert cache.get_seq_length() == 496
-                        said = [steps(prompts[which][:, 496:], cache)]
-                        for _ in range(2):
-                            said.append(steps(said[-1].argmax().view(1), cache))
-                        moves.append(store.keep(cache, prompts[which]))
-                    if not turn:
-                        first[which] = said
-                        with torch.inference_mode():
-                            right = model(input_ids=prompts[which], logits_to_keep=1).logits[0, -1]
-                        assert (said[0] - right).abs().nan_to_num(float("inf")).max().item() < rounding
-                    assert all(torch.equal(a, b) for a, b in zip(said, first[which], strict=True))
-            for move in moves:
-                move.wait()
+
+        def answer(which: int, cache: PagedCache) -> None:
+            if which not in first:
+                steps(prompts[which][:, :496], cache)
+            assert cache.get_seq_length() == 496
+            said = [steps(prompts[which][:, 496:], cache)]
+            for _ in range(2):
+                said.append(steps(said[-1].argmax().view(1), cache))
+            if which not in first:
+                with torch.inference_mode():
+                    right = model(input_ids=prompts[which], logits_to_keep=1).logits[0, -1]
+                assert (said[0] - right).abs().nan_to_num(float("inf")).max().item() < rounding
+            assert all(torch.equal(a, b) for a, b in zip(said, first.setdefault(which, said), strict=True))
+
+        for _ in range(3):
+            served(store, prompts, answer)
 
 
 @pytest.mark.parametrize("taken_out", [False, True], ids=["waits", "no waits"])

@@ -92,16 +92,21 @@ def late(blocks: PagedMemory, layers: int | None) -> PrefixStore:
     return PrefixStore(blocks, kept=kept, layers=layers)
 
 
+def kept(store: PrefixStore, taken: Steps, ids: torch.Tensor) -> torch.Tensor:
+    """Keeps 48 tokens, spoils the blocks, and says what the rest of the prompt gives."""
+    with store.begin(ids) as cache:
+        taken(ids[:, :48], cache)
+        store.keep(cache, ids).wait()
+        right = taken(ids[:, 48:], cache)
+    store.memory.tokens.fill_(float("nan"))
+    return right
+
+
 @pytest.mark.parametrize("layers", [None, 1])
 def test_a_step_comes_behind_every_part_of_a_fetch(layers: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = prompt(50)
     with late(blocks := memory(), layers) as store:
-        taken = Steps(MODEL, blocks)
-        with store.begin(ids) as cache:
-            taken(ids[:, :48], cache)
-            store.keep(cache, ids).wait()
-            right = taken(ids[:, 48:], cache)
-        blocks.tokens.fill_(float("nan"))
+        right = kept(store, taken := Steps(MODEL, blocks), ids)
         with store.begin(ids) as cache:
             assert cache.get_seq_length() == 48
             assert torch.equal(taken(ids[:, 48:], cache), right)
@@ -190,12 +195,7 @@ def test_logits_are_plain_tensors() -> None:
 def test_a_step_that_fails_is_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = prompt(50)
     with late(blocks := memory(), 1) as store:
-        taken = Steps(MODEL, blocks)
-        with store.begin(ids) as cache:
-            taken(ids[:, :48], cache)
-            store.keep(cache, ids).wait()
-            right = taken(ids[:, 48:], cache)
-        blocks.tokens.fill_(float("nan"))
+        right = kept(store, taken := Steps(MODEL, blocks), ids)
         with store.begin(ids) as cache:
             with monkeypatch.context() as patch:
                 patch.setattr(steps._Form, "expect", lambda form, parts: 1 / 0)
