@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -235,29 +234,3 @@ def test_cores_are_as_before(pools: Any) -> None:
             runtime.run(lambda: None, case.comm, "streams")
 
     pools.get(2).run(job)
-
-
-def test_two_threads_with_a_group_each(pools: Any) -> None:
-    """One rank begins with one group, the other with the other one: neither waits for the other's turn."""
-
-    def job() -> list[str]:
-        g = workers.world()
-        cases = [Case("all_reduce", g.rank, g.size, dovetail.new_group(range(g.size))) for _ in range(2)]
-        wrong: list[str] = []
-
-        def go(runtime: Runtime, number: int) -> None:
-            case = cases[number]
-            for seed in range(6):
-                case.fill(10 * number + seed)
-                if (g.rank + number) % 2:
-                    time.sleep(0.02)
-                runtime.run(lambda: time.sleep(0.01), case.comm, "streams")
-                if not case.is_right():
-                    wrong.append(f"group {number}, seed {seed}")
-
-        with Runtime() as runtime, ThreadPoolExecutor(2) as threads:
-            for done in [threads.submit(go, runtime, n) for n in range(2)]:
-                done.result()
-        return wrong
-
-    assert pools.get(2).run(job) == [[], []]

@@ -1,9 +1,8 @@
 """Runs two on a CPU, by the same strategies: threads instead of streams, cores instead of multiprocessors.
 
-Owns the threads that communicate where cores move the bytes, and which cores each side may use. There is one for each
-communication at a time: ranks that begin two in different orders, from two threads, would wait for each other in one.
-Engines are our software ones. A process may not raise its own priority, so `priority` is the launch order alone: the
-computation begins once the communication has.
+Owns the thread that communicates where cores move the bytes, and which cores each side may use. Engines are our
+software ones. A process may not raise its own priority, so `priority` is the launch order alone: the computation
+begins once the communication has.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from dovetail.overlap.strategy import PARTITIONED, Setting, Strategy
 from dovetail.overlap.tasks import Begun, Communication, Launched, Mark, Mover, Pending, Side
 
 _TOLD_S = 5.0  # a callback that comes later than this is not waited for
-_MOST_WORKERS = 32  # made as they are needed
 _URGENT = frozenset({Strategy.PRIORITY, Strategy.PRIORITY_PARTITION})
 
 
@@ -37,8 +35,7 @@ class CpuPlace:
         self._all = cores[turn:] + cores[:turn]  # ranks that share their cores keep different ones for themselves
         self.num_cores = len(self._all)
         self._pool: ThreadPoolExecutor | None = None
-        self._workers: list[int] = []  # the pool's threads, as the kernel numbers them
-        self._kept: Collection[int] = ()  # cores for those, while they are shared out
+        self._worker = 0  # the pool's thread, as the kernel numbers it
         self._closed = False
 
     @property
@@ -53,14 +50,8 @@ class CpuPlace:
         if setting.strategy in PARTITIONED and not 1 <= setting.cores < self.num_cores:
             raise NotSupported(f"{setting}: {self.num_cores} cores can't be shared out so")
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(_MOST_WORKERS, "dovetail overlap", self._join)
-            self._pool.submit(_nothing).result()  # the first one is there before cores are shared out
-
-    def _join(self) -> None:
-        """A new thread of the pool: it has inherited the cores of whoever needed it."""
-        self._workers.append(threading.get_native_id())
-        if self._kept:
-            os.sched_setaffinity(0, self._kept)
+            self._pool = ThreadPoolExecutor(1, "dovetail overlap")
+            self._worker = self._pool.submit(threading.get_native_id).result()
 
     def compute_cores(self, setting: Setting) -> list[int]:
         """Those that a computation has."""
@@ -77,12 +68,10 @@ class CpuPlace:
         mine, number = self.compute_cores(setting), torch.get_num_threads()
         before = _bound_to(_threads())
         try:
-            self._kept = self._all[len(mine) :]
-            _bind(dict.fromkeys(before, mine) | dict.fromkeys(self._workers, self._kept))
+            _bind(dict.fromkeys(before, mine) | {self._worker: self._all[len(mine) :]})
             torch.set_num_threads(min(number, len(mine)))
             yield
         finally:
-            self._kept = ()
             torch.set_num_threads(number)
             _bind(before)
 
@@ -144,7 +133,7 @@ class CpuPlace:
         return future.result
 
     def close(self) -> None:
-        """Ends the threads. Safe to call twice."""
+        """Ends the thread. Safe to call twice."""
         if self._pool is not None:
             self._pool.shutdown()
         self._pool, self._closed = None, True
@@ -154,10 +143,6 @@ class CpuPlace:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _nothing() -> None:
-    """Has a thread of the pool begin."""
 
 
 def _nobody(_side: Side, _stream: int) -> None:
