@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.llama import LateMover, generate, llama, prompt
-from transformers import DynamicCache
+from transformers import BloomConfig, BloomForCausalLM, DynamicCache
 
 from dovetail.bench.serve.server import Scattered
 from dovetail.errors import NotSupported
@@ -163,7 +163,8 @@ def test_generate_uses_them_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> N
         with PagedCache(blocks) as cache:  # more than logits is asked for
             assert generate(MODEL, prompt(5), cache, output_hidden_states=True).hidden_states[-1]
         ids = prompt(5)
-        for other in ({"position_ids": torch.arange(3, 8)[None]}, {"return_dict": False}, {"inputs_embeds": ids}):
+        strange: dict[str, Any] = {"position_ids": torch.arange(3, 8)[None], "return_dict": False, "inputs_embeds": ids}
+        for other in [{name: value} for name, value in strange.items()] + [{"attention_mask": {}}]:
             with PagedCache(blocks) as cache, torch.inference_mode():
                 assert not taken._fits({"input_ids": ids, "past_key_values": cache, "logits_to_keep": 1} | other)
     assert not ran
@@ -241,6 +242,8 @@ def test_what_does_not_fit_is_refused_and_nothing_changes() -> None:
         Steps(MODEL, blocks, most_tokens=0)
     with pytest.raises(NotSupported, match="attention over blocks is for NVIDIA GPUs"):
         Steps(MODEL, blocks, paged=True)
+    with pytest.raises(NotSupported, match="BloomForCausalLM takes no position_ids"):
+        Steps(BloomForCausalLM(BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=2)).eval(), blocks)
     MODEL.train()
     try:
         with pytest.raises(ValueError, match=r"call model.eval\(\) first"):
@@ -256,26 +259,38 @@ class Graphs:
         self.log: list[str] = []
         self.are_over, self.fails = True, False
         self.captured: list[Graph] = []
+        self.capturing, self.events, self.waits = False, list[Event](), list[int]()
         cuda: Any = torch.cuda
         for name, stands in {
             "CUDAGraph": lambda: Graph(self),
             "graph": self.capture,
-            "Event": lambda external=False: Event(self),
-            "Stream": lambda device: Stream(),
-            "current_stream": lambda device: Stream(),
+            "Event": self.event,
+            "Stream": lambda device: Stream(self),
+            "current_stream": lambda device: Stream(self),
             "set_stream": lambda stream: self.log.append("the stream of before"),
             "graph_pool_handle": lambda: "pool",
         }.items():
             monkeypatch.setattr(cuda, name, stands)
+
+    def event(self, *, external: bool = False) -> Event:
+        made = Event(self)
+        self.events += [made] if external else []
+        return made
 
     @contextlib.contextmanager
     def capture(self, graph: Graph, *, pool: str, stream: Stream, capture_error_mode: str) -> Iterator[None]:
         assert (pool, capture_error_mode) == ("pool", "thread_local")
         assert isinstance(stream, Stream)
         if self.fails:
+            self.log.clear()
+        self.capturing = True
+        try:
+            yield
+        finally:
+            self.capturing = False
+        if self.fails:
             raise RuntimeError("operation not permitted when stream is capturing")
         self.log.clear()
-        yield
         self.captured.append(graph)
 
     def steps(self, blocks: PagedMemory, **options: Any) -> Steps:
@@ -312,8 +327,13 @@ class Event:
 class Stream:
     cuda_stream = 7
 
+    def __init__(self, of: Graphs) -> None:
+        self._of = of
+
     def wait_event(self, event: Event) -> None:
-        """In a capture."""
+        """An event from outside, in a capture."""
+        assert self._of.capturing
+        self._of.waits.append(self._of.events.index(event))
 
 
 @pytest.fixture
@@ -321,11 +341,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     made = Graphs(monkeypatch)
     record = steps._Recorder.record
 
-    def recorded(recorder: Any, form: Any) -> bool:
-        done = record(recorder, form)
-        if done:
-            form.graph.form = form
-        return done
+    def recorded(recorder: Any, form: Any) -> None:
+        record(recorder, form)
+        form.graph.form = form
 
     monkeypatch.setattr(steps._Recorder, "record", recorded)
     return made
@@ -341,14 +359,24 @@ def test_a_form_is_captured_once_and_replayed(graphs: Graphs) -> None:
     assert graphs.log.count("replay") == 3
 
 
-def test_a_model_that_cannot_be_captured_is_computed(graphs: Graphs, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_cannot_be_captured_says_so(graphs: Graphs) -> None:
     graphs.fails = True
-    taken, stock = graphs.steps(blocks := memory()), DynamicCache(config=MODEL.config)
+    taken = graphs.steps(blocks := memory())
     with PagedCache(blocks) as cache:
-        for n, count in enumerate((1, 1, 4, 1)):
-            assert far(taken(prompt(count, n), cache), plain(prompt(count, n), stock)) < ROUNDING
-    assert graphs.log.count("the stream of before") == 1
-    assert len([line for line in caplog.messages if "can't be captured" in line]) == 1
+        with pytest.raises(NotSupported, match=r"can't be captured .*capturing.*graphs=False"):
+            taken(prompt(3), cache)
+        assert cache.get_seq_length() == 0
+        assert gc.isenabled()
+        assert graphs.log == ["the stream of before"]
+        graphs.fails = False
+        assert far(taken(prompt(3), cache), plain(prompt(3), DynamicCache(config=MODEL.config))) < ROUNDING
+
+
+def test_every_layer_of_a_graph_waits_once(graphs: Graphs) -> None:
+    taken = graphs.steps(blocks := memory())
+    with PagedCache(blocks) as cache:
+        taken(prompt(3), cache)
+    assert graphs.waits == list(range(blocks.shape.num_layers))
 
 
 def test_layers_wait_by_themselves_only_if_the_last_run_is_over(

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from dovetail import env
+from dovetail import env, profile
+from dovetail.coll import choose as variants
 from dovetail.errors import NotSupported
+from dovetail.hw.gpu import driver
+from dovetail.measure import machine
 from dovetail.ops import calls, choose, library
 from dovetail.ops.choose import Choice, from_table, transport_for
 from dovetail.ops.cpu import decomposed, dma, store
@@ -80,17 +84,15 @@ def test_several_hosts_and_other_backends() -> None:
     assert transport_for(_group({}), CALL, "auto", "abacus").transport == "unfused"
 
 
-def test_figures_of_another_gpu_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "_gpu_name", lambda: "NVIDIA H200")
+def test_figures_of_another_gpu_do_not_count() -> None:
     rows = {"2": [[*CALL.load, {"unfused": 9.0, "store": 1.0, "dma": 5.0}, "float32"]]}
     for tuned, transport, reason in (
         ({CALL.op: rows, "device": "NVIDIA H200"}, "store", "9.00 times as fast as unfused"),
-        ({CALL.op: rows}, "store", "9.00 times as fast as unfused"),
         ({CALL.op: rows, "device": "NVIDIA A100"}, "unfused", "nothing was measured on NVIDIA H200, only on NVIDIA A"),
         ({"device": "NVIDIA H200"}, "unfused", "nothing was measured on this GPU (`dovetail tune --only fused"),
         ({}, "unfused", "nothing was measured on this GPU"),
     ):
-        choice = transport_for(_group({"fused": {"cuda": tuned}}), CALL, "auto", "cuda")
+        choice = transport_for(_group({"fused": {"cuda": tuned}, "gpu": {"cuda": "NVIDIA H200"}}), CALL, "auto", "cuda")
         assert choice.transport == transport
         assert reason in choice.reason
 
@@ -178,3 +180,19 @@ def test_a_gradient_keeps_a_transport_that_its_operator_has(where: str) -> None:
         assert library._gradient_by(transport, op, grad) == wanted
     assert library._gradient_by("auto", "all_gather_matmul", grad) == "auto"
     assert library._gradient_by("decomposed", "all_gather_matmul", torch.empty(1, device="meta")) == "auto"
+
+
+def test_rank_0_says_which_gpu_it_has_if_figures_of_one_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOVETAIL_PROFILE", str(tmp_path / "profile.json"))
+    for figures, wanted in (({"cpu": {CALL.op: {}}}, {}), ({"cuda": {"device": "NVIDIA H200"}}, {"cuda": "A100"})):
+        profile.save(profile.Profile(key=machine.profile_key(), sections={"fused": figures}))
+        monkeypatch.setattr(driver, "load", lambda name: SimpleNamespace(device_name=lambda number: "A100"))
+        assert json.loads(variants.notice(2))["gpu"] == wanted
+    monkeypatch.setattr(driver, "load", _missing)
+    assert json.loads(variants.notice(2))["gpu"] == {"cuda": "no GPU"}
+
+
+def _missing(name: str) -> Any:
+    raise NotSupported(f"no {name} here")

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from dovetail import env
 from dovetail.coll.recipes import VARIANTS, Collective
+from dovetail.errors import DovetailError
 from dovetail.hw.gpu.device import Device
 from dovetail.hw.world import Group
 from dovetail.measure.machine import profile_key
@@ -29,12 +30,13 @@ def notice(size: int) -> bytes:
     """What this rank would have all ranks do, if it is rank 0."""
     profile, reason = current(profile_key([size]))
     proved, _ = current(profile_key())  # figures depend on the number of ranks; the self-test and the proof do not
-    coll = profile.sections.get("coll", {})
+    coll, fused = profile.sections.get("coll", {}), proved.sections.get("fused", {})
     return json.dumps(
         {
             "variant": env.variant(),
             "transport": env.transport(),
-            "fused": proved.sections.get("fused", {}),
+            "fused": fused,
+            "gpu": {backend: _gpu_name(backend) for backend, figures in fused.items() if "device" in figures},
             "disable": env.disable(),
             "coll": coll,
             "date": profile.date,
@@ -44,6 +46,16 @@ def notice(size: int) -> bytes:
             "engines": proved.sections.get("engines", {}),
         }
     ).encode()
+
+
+def _gpu_name(backend: str) -> str:
+    """Of this rank's first GPU; asked for only where figures of one are there."""
+    from dovetail.hw.gpu.driver import load
+
+    try:
+        return load(backend).device_name(0)
+    except (DovetailError, ValueError):
+        return "no GPU"
 
 
 def settings(group: Group) -> dict[str, Any]:

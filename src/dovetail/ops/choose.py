@@ -3,7 +3,7 @@
 The section "fused" of a profile is a table by backend, operator and number of ranks; each entry is a list of rows
 ``[operations, bytes, {transport: time_us}, dtype]``, one per measured shape; the dtype may be missing. A call takes
 what gained most over unfused at the shapes near it. Of GPUs the name stands beside the operators ("device"): figures
-of another one do not count.
+of another one than rank 0's first do not count.
 """
 
 from __future__ import annotations
@@ -104,16 +104,11 @@ def _by_figures(told: dict[str, Any], call: calls.Call, ranks: int, has: tuple[s
     tuned = told.get("fused", {}).get(backend, {})
     table = tuned.get(call.op, {})
     if backend != "cpu":
-        measured, here = tuned.get(DEVICE), _gpu_name() if table else ""
-        if not table or measured not in (None, here):
+        measured, here = tuned.get(DEVICE), told.get("gpu", {}).get(backend)
+        if not table or measured != here:
             where = f"{here}, only on {measured}" if table else "this GPU"
-            mend = f"`dovetail tune --only fused --backend {backend}`"
-            return Choice(UNFUSED, f"nothing was measured on {where} ({mend})")
+            return Choice(UNFUSED, f"nothing was measured on {where} (`dovetail tune --only fused --backend cuda`)")
     return from_table(table, call, ranks, has)
-
-
-def _gpu_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
 
 def _known(name: str, op: str, has: tuple[str, ...], backend: str, group: Group) -> str:

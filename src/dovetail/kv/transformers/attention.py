@@ -10,13 +10,15 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import math
+import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from dovetail.errors import NotSupported
 from dovetail.kv.transformers.memory import PagedMemory
@@ -65,6 +67,7 @@ class Context:
 
 
 _current: ContextVar[Context | None] = ContextVar("tokens that attention sees", default=None)
+_turn = threading.RLock()  # a configuration is changed by one at a time
 
 
 def fits(model: Any, memory: PagedMemory) -> bool:
@@ -95,13 +98,14 @@ def over(context: Context, model: Any) -> Iterator[None]:
         Unfit: it was not, in some layer.
     """
     config = model.config.get_text_config(decoder=True)
-    before, config._attn_implementation = config._attn_implementation, _NAME
-    token = _current.set(context)
-    try:
-        yield
-    finally:
-        _current.reset(token)
-        config._attn_implementation = before
+    with _turn:
+        before, config._attn_implementation = config._attn_implementation, _NAME
+        token = _current.set(context)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+            config._attn_implementation = before
     context.finish()
 
 
@@ -168,3 +172,4 @@ def num_parts(programs: int, device: torch.device) -> int:
 
 
 AttentionInterface.register(_NAME, _forward)
+AttentionMaskInterface.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS[_INSTEAD_OF])  # for those other threads

@@ -2,8 +2,8 @@
 
 A step computes a few tokens behind those that a cache has. Its form is fixed, so many tokens and room for so many in
 all; ids, positions and the places of tokens are read from buffers. So one graph serves all requests of a size, in
-whatever blocks they lie. Where there are no graphs (on a CPU, or if the model can't be captured) the same form is
-computed directly.
+whatever blocks they lie. Where there are no graphs (on a CPU, or if they are not wanted) the same form is computed
+directly.
 
 Legend: S tokens of a step, C tokens that a form has room for, H heads, D their width.
 """
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import inspect
 import logging
 import weakref
 from collections import OrderedDict
@@ -57,9 +59,11 @@ class Steps:
         paged: attention reads blocks where they lie, by a kernel of ours; otherwise it is the model's own, over all
             tokens that a form has room for. If not given, where the kernel fits: on an NVIDIA GPU with Triton, 16-bit
             numbers, `sdpa`, and a model that hands K and V to attention as its cache returns them.
+        graphs: False for a model that can't be captured, since it looks at numbers of the GPU from the host.
 
     Raises:
-        NotSupported: another attention than sdpa and eager, or `paged` where that does not fit.
+        NotSupported: another attention than sdpa and eager, a model that takes no positions, or `paged` where that
+            does not fit.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class Steps:
         most_tokens: int = 256,
         most_forms: int = 64,
         paged: bool | None = None,
+        graphs: bool = True,
     ) -> None:
         if model.training:
             raise ValueError("steps are for a model that answers: call model.eval() first")
@@ -78,6 +83,8 @@ class Steps:
         config = model.config.get_text_config(decoder=True)
         if config._attn_implementation not in _ATTENTION:
             raise NotSupported(f"steps need attn_implementation sdpa or eager, not {config._attn_implementation}")
+        if "position_ids" not in inspect.signature(model.forward).parameters:
+            raise NotSupported(f"steps say where tokens stand, and {type(model).__name__} takes no position_ids")
         fits = attention.fits(model, memory)
         if paged and not fits:
             raise NotSupported(
@@ -90,7 +97,8 @@ class Steps:
         self._forward = model.forward  # as it was before `generating`
         self._forms: OrderedDict[tuple[int, int], _Form] = OrderedDict()
         rope = getattr(config, "rope_parameters", None) or {}
-        captures = memory.device.type == "cuda" and rope.get("rope_type") not in _HOST_ROPE
+        can_capture = memory.device.type == "cuda" and not torch.version.hip  # not yet run with HIP
+        captures = graphs and can_capture and rope.get("rope_type") not in _HOST_ROPE
         self._recorder = _Recorder(memory) if captures else None
 
     def __call__(self, token_ids: Tokens, cache: PagedCache) -> torch.Tensor:
@@ -100,6 +108,7 @@ class Steps:
             ValueError: no row of tokens, or a cache of several sequences, of another memory, or closed; nothing has
                 changed.
             CacheFull: there are too few blocks; nothing has changed.
+            NotSupported: the model can't be captured; the cache has as many tokens as before.
         """
         if cache.pages.num_sequences != 1 or cache.pages.memory is not self.memory:
             raise ValueError("steps are for caches of one sequence, in blocks of their own memory")
@@ -191,33 +200,49 @@ class Steps:
 
 
 class _Recorder:
-    """What the graphs of one `Steps` share: memory between them, and streams that nobody else captures or waits in."""
+    """What the graphs of one `Steps` share: memory between them, a stream to capture in and one that waits."""
 
     def __init__(self, memory: PagedMemory) -> None:
         make: Any = torch.cuda.Stream
         self.device, self._num_layers = memory.device, memory.shape.num_layers
         self._stream, self._arriving = make(memory.device), make(memory.device)
-        self._pool, self._works = torch.cuda.graph_pool_handle(), True
+        self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, form: _Form) -> bool:
-        """Makes the form's graph; False if the model can't be captured, which is tried once."""
-        if not self._works:
-            return False
+    def record(self, form: _Form) -> None:
+        """Makes the form's graph.
+
+        Raises:
+            NotSupported: the model can't be captured.
+        """
         cuda: Any = torch.cuda
         before = cuda.current_stream(self.device)
-        graph, form.arrivals = cuda.CUDAGraph(), order.Arrivals(self.device, self._num_layers, self._arriving)
+        graph, arrivals = cuda.CUDAGraph(), order.Arrivals(self.device, self._num_layers, self._arriving)
+        form.arrivals = arrivals
         try:
             # Other threads may go on calling the driver; they have nothing to do with this stream.
-            with cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            capture = cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+            with _no_collection(), capture:
                 form.logits = form.compute()
-        except RuntimeError as error:
+        except BaseException as error:
             cuda.set_stream(before)  # torch stays in the stream of a capture that fails
-            form.arrivals, self._works = None, False
-            logger.warning("the model can't be captured, so its steps are launched kernel by kernel: %s", error)
-            return False
+            form.arrivals = None
+            if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+                raise NotSupported(f"the model can't be captured ({error}): Steps(..., graphs=False)") from error
+            raise
         form.graph, form.ended = graph, cuda.Event()
         form.ended.record()
-        return True
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """No cache that was dropped is closed meanwhile: what that queues would be captured."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 class _Form:
@@ -269,8 +294,8 @@ class _Form:
         """Computes what was filled in; the logits of the last token, until the next graph runs."""
         if self.graph is None:
             logits = self.compute()  # also what a first run makes for later ones
-            if self._recorder is not None and not self._recorder.record(self):
-                self._recorder = None
+            if self._recorder is not None:
+                self._recorder.record(self)
             return logits
         self.graph.replay()
         self.ended.record()
@@ -359,7 +384,7 @@ def _is_plain(mask: Any, positions: Any, begin: int, count: int) -> bool:
     """Nothing is masked, and positions are those that follow what is there."""
     right = []
     if mask is not None:
-        if mask.ndim != 2:
+        if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
             return False
         right.append(mask.bool().all())
     if positions is not None:
