@@ -21,6 +21,7 @@ from dovetail.kv.memory import HostMemory
 from dovetail.kv.pool import Pool
 from dovetail.kv.prefixes import Prefixes, _flat
 from dovetail.kv.transformers import CacheFull, PagedCache, PagedMemory, PrefixStore, Steps, order, steps
+from dovetail.kv.transformers import form as forms
 from dovetail.kv.transformers.pages import Pages
 
 MODEL = llama()
@@ -111,7 +112,7 @@ def test_a_step_comes_behind_every_part_of_a_fetch(layers: int | None, monkeypat
             assert cache.get_seq_length() == 48
             assert torch.equal(taken(ids[:, 48:], cache), right)
         blocks.tokens.fill_(float("nan"))
-        monkeypatch.setattr(steps._Form, "expect", lambda form, parts: None)  # the wait is taken out
+        monkeypatch.setattr(forms.Form, "expect", lambda form, parts: None)  # the wait is taken out
         with store.begin(ids) as cache:
             assert not torch.equal(taken(ids[:, 48:], cache), right)
 
@@ -136,8 +137,8 @@ def test_what_a_store_reads_is_overwritten_behind_it(monkeypatch: pytest.MonkeyP
 def test_generate_uses_them_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = Steps(MODEL, blocks := memory(), most_tokens=32)
     ran: list[int] = []
-    run = steps._Form.run
-    monkeypatch.setattr(steps._Form, "run", lambda form: (ran.append(form.num_tokens), run(form))[1])
+    run = forms.Form.run
+    monkeypatch.setattr(forms.Form, "run", lambda form: (ran.append(form.num_tokens), run(form))[1])
     for count, wanted in ((20, [32] + 19 * [1]), (50, 19 * [1])):
         ids = prompt(count)
         right = generate(MODEL, ids)
@@ -199,7 +200,7 @@ def test_a_step_that_fails_is_waited_for_again(monkeypatch: pytest.MonkeyPatch) 
         right = kept(store, taken := Steps(MODEL, blocks), ids)
         with store.begin(ids) as cache:
             with monkeypatch.context() as patch:
-                patch.setattr(steps._Form, "expect", lambda form, parts: 1 / 0)
+                patch.setattr(forms.Form, "expect", lambda form, parts: 1 / 0)
                 with pytest.raises(ZeroDivisionError):
                     taken(ids[:, 48:], cache)
             assert cache.get_seq_length() == 48
@@ -295,7 +296,7 @@ class Graphs:
 
     def steps(self, blocks: PagedMemory, **options: Any) -> Steps:
         made = Steps(MODEL, blocks, **options)
-        made._recorder = steps._Recorder(blocks)
+        made._recorder = forms.Recorder(blocks)
         return made
 
 
@@ -339,13 +340,13 @@ class Stream:
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     made = Graphs(monkeypatch)
-    record = steps._Recorder.record
+    record = forms.Recorder.record
 
     def recorded(recorder: Any, form: Any) -> None:
         record(recorder, form)
         form.graph.form = form
 
-    monkeypatch.setattr(steps._Recorder, "record", recorded)
+    monkeypatch.setattr(forms.Recorder, "record", recorded)
     return made
 
 

@@ -1,36 +1,29 @@
 """Steps of a model as graphs: hundreds of kernels are one launch, so that the GPU does not wait for the host.
 
-A step computes a few tokens behind those that a cache has. Its form is fixed, so many tokens and room for so many in
-all; ids, positions and the places of tokens are read from buffers. So one graph serves all requests of a size, in
-whatever blocks they lie. Where there are no graphs (on a CPU, or if they are not wanted) the same form is computed
-directly.
-
-Legend: S tokens of a step, C tokens that a form has room for, H heads, D their width.
+A step computes a few tokens behind those that a cache has, in a `Form` that serves all steps of its size. Where there
+are no graphs (on a CPU, or if they are not wanted) the same form is computed directly. Owns which form a step has, and
+which calls of `generate()` are steps.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import inspect
 import logging
-import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, cast
 
-import numpy as np
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from dovetail.errors import NotSupported
 from dovetail.kv.models import BLOCK_TOKENS
 from dovetail.kv.mover import Transfer
-from dovetail.kv.transformers import attention, order
+from dovetail.kv.transformers import attention
+from dovetail.kv.transformers.form import Form, Recorder, pinned
 from dovetail.kv.transformers.memory import PagedMemory
 from dovetail.kv.transformers.paged import PagedCache
-from dovetail.kv.transformers.pages import Pair
 from dovetail.kv.transformers.prefix import Tokens, row_of
 
 logger = logging.getLogger(__name__)
@@ -41,8 +34,10 @@ _ATTENTION = ("sdpa", "eager")  # those that a mask of numbers can be given to
 #: Rotary embeddings that look at positions from the host, in one version of transformers or another.
 _HOST_ROPE = ("dynamic", "longrope")
 #: What `generate()` may say and mean nothing new by it.
-_USUAL = {"input_ids", "past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep"}
-_USUAL |= {"cache_position"}
+_USUAL = {
+    "input_ids", "past_key_values", "attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep",
+    "return_dict",
+}  # fmt: skip
 
 
 class Steps:
@@ -95,11 +90,11 @@ class Steps:
         self.paged = fits if paged is None else paged
         self._asked = paged
         self._forward = model.forward  # as it was before `generating`
-        self._forms: OrderedDict[tuple[int, int], _Form] = OrderedDict()
+        self._forms: OrderedDict[tuple[int, int], Form] = OrderedDict()
         rope = getattr(config, "rope_parameters", None) or {}
         can_capture = memory.device.type == "cuda" and not torch.version.hip  # not yet run with HIP
         captures = graphs and can_capture and rope.get("rope_type") not in _HOST_ROPE
-        self._recorder = _Recorder(memory) if captures else None
+        self._recorder = Recorder(memory) if captures else None
 
     def __call__(self, token_ids: Tokens, cache: PagedCache) -> torch.Tensor:
         """Computes tokens behind those that a cache has, and keeps them in it; the logits of the last one, float32.
@@ -140,7 +135,9 @@ class Steps:
     ) -> torch.Tensor:
         room = self.memory.num_blocks * BLOCK_TOKENS if self.paged else _room(begin + len(ids))
         key = _octave(len(ids)), room
-        form = self._forms.pop(key, None) or _Form(self, *key)
+        form = self._forms.pop(key, None) or Form(
+            self.model, self._forward, self.memory, self._recorder, num_tokens=key[0], room=room, paged=self.paged
+        )
         self._forms[key] = form
         form.fill(ids, begin, rows)
         form.expect(parts)
@@ -183,7 +180,7 @@ class Steps:
         """Whether a call of `generate()` is one of ours."""
         ids, cache, keep = given.get("input_ids"), given.get("past_key_values"), given.get("logits_to_keep", 0)
         said = {name for name, value in given.items() if value is not None and value is not False}
-        if ids is None or said - _USUAL - {"return_dict"} or given.get("return_dict") is False:
+        if ids is None or said - _USUAL or given.get("return_dict") is False:
             return False
         if not isinstance(cache, PagedCache) or cache.pages.memory is not self.memory:
             return False
@@ -194,180 +191,9 @@ class Steps:
         return _is_plain(given.get("attention_mask"), given.get("position_ids"), cache.get_seq_length(), ids.shape[1])
 
     def _whole(self, ids: torch.Tensor, cache: PagedCache) -> torch.Tensor:
-        there = _pinned(ids, self.memory.device).to(self.memory.device, non_blocking=True).unsqueeze(0)
+        there = pinned(ids, self.memory.device).to(self.memory.device, non_blocking=True).unsqueeze(0)
         out = self._forward(input_ids=there, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return cast(torch.Tensor, out.logits[0, -1].float())
-
-
-class _Recorder:
-    """What the graphs of one `Steps` share: memory between them, a stream to capture in and one that waits."""
-
-    def __init__(self, memory: PagedMemory) -> None:
-        make: Any = torch.cuda.Stream
-        self.device, self._num_layers = memory.device, memory.shape.num_layers
-        self._stream, self._arriving = make(memory.device), make(memory.device)
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def record(self, form: _Form) -> None:
-        """Makes the form's graph.
-
-        Raises:
-            NotSupported: the model can't be captured.
-        """
-        cuda: Any = torch.cuda
-        before = cuda.current_stream(self.device)
-        graph, arrivals = cuda.CUDAGraph(), order.Arrivals(self.device, self._num_layers, self._arriving)
-        form.arrivals = arrivals
-        try:
-            # Other threads may go on calling the driver; they have nothing to do with this stream.
-            capture = cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
-            with _no_collection(), capture:
-                form.logits = form.compute()
-        except BaseException as error:
-            cuda.set_stream(before)  # torch stays in the stream of a capture that fails
-            form.arrivals = None
-            if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
-                raise NotSupported(f"the model can't be captured ({error}): Steps(..., graphs=False)") from error
-            raise
-        form.graph, form.ended = graph, cuda.Event()
-        form.ended.record()
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """No cache that was dropped is closed meanwhile: what that queues would be captured."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
-
-
-class _Form:
-    """A step of S tokens with room for C: its buffers, and its graph once it has one."""
-
-    def __init__(self, steps: Steps, num_tokens: int, room: int) -> None:
-        memory, device = steps.memory, steps.memory.device
-        self.memory, self.room, self.num_tokens, self.paged = memory, room, num_tokens, steps.paged
-        self._model, self._forward, self._recorder = steps.model, steps._forward, steps._recorder
-        with torch.inference_mode(False):
-            self._ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-            self._positions = torch.zeros_like(self._ids)
-            self._rows = torch.zeros(room, dtype=torch.int64, device=device)  # where each token lies
-            self._order = None if self.paged else torch.arange(room, device=device)
-        self._cache = Cache(layers=[_FormLayer(self, n) for n in range(memory.shape.num_layers)])
-        self.graph: Any = None
-        self.ended: Any = None  #: of the last run
-        self.arrivals: order.Arrivals | None = None
-        self.logits: torch.Tensor | None = None  #: of the graph
-        #: Within `compute`: where the new tokens go, where all are read, and what attention is over.
-        self.places, self.seen = self._rows, self._rows
-        self.context: attention.Context | None = None
-
-    def fill(self, ids: torch.Tensor, begin: int, rows: torch.Tensor) -> None:
-        """What the next run computes. Its last token is there as often as the form has room for more."""
-        device, count = self.memory.device, len(ids)
-        self._ids[:count].copy_(_pinned(ids, device), non_blocking=True)
-        if count < self.num_tokens:
-            self._ids[count:].copy_(self._ids[count - 1])
-        positions = np.minimum(np.arange(begin, begin + self.num_tokens), begin + count - 1)
-        self._positions.copy_(_pinned(torch.from_numpy(positions), device), non_blocking=True)
-        known = min(self.room, len(rows))
-        self._rows[:known].copy_(rows[:known])
-
-    def expect(self, parts: list[tuple[int, Transfer]]) -> None:
-        """What the next run computes comes behind these, each layer behind its own if the last run is over."""
-        gates = self.arrivals if len(parts) > 1 and self.is_over() else None
-        for layer, part in parts:
-            if gates is not None:
-                gates.expect(layer, part)
-            else:
-                order.join(part, self.memory.device)
-
-    def is_over(self) -> bool:
-        """Whether its graph does not run."""
-        return self.ended is None or bool(self.ended.query())
-
-    def run(self) -> torch.Tensor:
-        """Computes what was filled in; the logits of the last token, until the next graph runs."""
-        if self.graph is None:
-            logits = self.compute()  # also what a first run makes for later ones
-            if self._recorder is not None:
-                self._recorder.record(self)
-            return logits
-        self.graph.replay()
-        self.ended.record()
-        assert self.logits is not None
-        return self.logits
-
-    def arrive(self, layer: int) -> None:
-        """What is captured from now on waits for a layer; without a graph the stream has waited before."""
-        if self.arrivals is not None:
-            self.arrivals.wait(layer)
-
-    def compute(self) -> torch.Tensor:
-        """The step itself: launches, or is captured."""
-        positions, dtype = self._positions, self.memory.shape.dtype
-        self.places = self._rows.index_select(0, positions)
-        if self.paged:
-            self.context = attention.Context(self.memory, self._rows, positions)
-            with attention.over(self.context, self._model):
-                return self._logits_of(self.context.mask)
-        assert self._order is not None
-        # Behind the last token the first one is read again: it is a number, and its weight is 0.
-        self.seen = torch.where(self._order <= positions[-1], self._rows, self._rows[0])
-        hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=positions.device)
-        mask = torch.where(self._order <= positions.unsqueeze(1), torch.zeros_like(hidden), hidden)  # [S, C]
-        return self._logits_of(mask.view(1, 1, *mask.shape))
-
-    def _logits_of(self, mask: torch.Tensor) -> torch.Tensor:
-        out = self._forward(
-            input_ids=self._ids.unsqueeze(0), attention_mask=mask, position_ids=self._positions.unsqueeze(0),
-            past_key_values=self._cache, use_cache=True, logits_to_keep=1,
-        )  # fmt: skip
-        return cast(torch.Tensor, out.logits[0, -1].float())
-
-
-class _FormLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer of a form's cache: writes the new tokens where they belong, and reads all of them."""
-
-    is_compileable, is_croppable, is_sliding = False, False, False
-
-    def __init__(self, form: _Form, index: int) -> None:
-        super().__init__()
-        self._form: Any = weakref.proxy(form)  # which has this layer: without a cycle both go at once
-        self._index = index
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the memory is there."""
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Pair:
-        """[1, H, S, D] each; K and V of all tokens, [1, H, C, D], unless attention reads them where they lie."""
-        form = self._form
-        form.arrive(self._index)
-        tokens, words = form.memory.tokens[self._index], form.memory.words[self._index]
-        for n, states in enumerate((key_states, value_states)):
-            tokens[:, n].index_copy_(0, form.places, states[0].transpose(0, 1))
-        if form.paged:
-            form.context.hand(self._index, key_states, value_states)
-            return key_states, value_states
-        found = words.index_select(0, form.seen).view(tokens.dtype).view(1, len(form.seen), *tokens.shape[1:])
-        return found[:, :, 0].transpose(1, 2), found[:, :, 1].transpose(1, 2)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(tokens of K and V, where they begin)."""
-        return self._form.room, 0
-
-    def get_seq_length(self) -> int:
-        """Not known here: positions are given."""
-        return 0
-
-    def get_max_length(self) -> int:
-        """All that there is room for."""
-        return cast(int, self._form.room)
 
 
 def _row(token_ids: Tokens) -> torch.Tensor:
@@ -403,11 +229,6 @@ def _room(count: int) -> int:
     """Of the rooms that forms have, the least for so many tokens: all of them are whole numbers of blocks."""
     part = max(_LEAST_ROOM, (1 << (count.bit_length() - 1)) // _PARTS)
     return -(-count // part) * part
-
-
-def _pinned(given: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """As a copy to the device in stream order needs it: a pageable one would wait for the stream."""
-    return given.pin_memory() if device.type == "cuda" and given.device.type == "cpu" else given
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
