@@ -208,6 +208,17 @@ def test_a_block_that_is_contiguous_on_both_sides_is_one_plain_copy_and_runs_of_
     assert sorted(cut.width.tolist()) == [layout.slot_bytes, 2 * layout.slot_bytes]
 
 
+def test_which_rows_can_be_staged() -> None:
+    """Those that are strided on the device and follow each other on the host."""
+    layers = layer_outermost("x", num_layers=4, row_bytes=512, num_blocks=50)
+    assert layers.strided_rows == {512}
+    assert block_outermost("x", num_layers=4, row_bytes=512, num_blocks=50).strided_rows == frozenset()
+    apart = Group("apart", 256, [0, 20_000], 256, 50, places=[0, 1024])
+    short = Group("short", 128, [40_000, 50_000, 60_000], 128, 50, places=[2048, 2176, 2304])
+    one = Group("one", 64, [70_000], 64, 50, places=[4096])
+    assert Layout("groups", (apart, short, one)).strided_rows == {128}
+
+
 def test_long_stretches_go_down_the_blocks_and_short_ones_down_the_layers() -> None:
     layout = layer_outermost("x", num_layers=4, row_bytes=512, num_blocks=500)
     assert len(copies(layout, range(100), range(100))) == 4  # a copy for each layer

@@ -33,7 +33,7 @@ from dovetail.kv.choose import Costs, Path, Samples
 from dovetail.kv.layout import Layout, block_outermost, layer_outermost
 from dovetail.kv.mover import GpuMover
 from dovetail.kv.plain import CpuMover
-from dovetail.kv.planner import Direction, Pieces, Table, table
+from dovetail.kv.planner import Direction, Pieces, Table, layer_tables, table
 from dovetail.kv.staging import Half, Staging
 
 CHUNK_BYTES, NUM_CHUNKS = 4096, 3
@@ -129,6 +129,10 @@ class Rig:
         for memory in self.memories():
             memory[:] = self.rng.integers(0, 256, len(memory), dtype=np.uint8)
 
+    def has(self, address: int) -> bool:
+        """Is it in the cache? Copies elsewhere reach staging memory."""
+        return 0 <= address - self.cache < self.layout.size_bytes
+
     def memories(self) -> list[Any]:
         return [view(self.cache, self.layout.size_bytes), *(p.array for p in self.parts)]
 
@@ -181,8 +185,9 @@ def test_a_mixed_transfer_sends_some_directly_while_the_kernel_waits(
     gate.array[:] = 0
 
     def late(dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, stream: int) -> None:
-        device.driver.stream_words(np.array([(WAIT, gate.address, 1)], WORD), stream)
-        held.append((dst if direction is Direction.FETCH else src) - rig.cache)
+        if rig.has(at := dst if direction is Direction.FETCH else src):
+            device.driver.stream_words(np.array([(WAIT, gate.address, 1)], WORD), stream)
+            held.append(at - rig.cache)
         copy_rows(dst, dst_pitch, src, src_pitch, width, rows, stream)
 
     monkeypatch.setattr(device.driver, "copy_rows", late)
@@ -231,7 +236,13 @@ def test_what_goes_directly_comes_behind_the_transfer_before(
     join, order, copy_rows = before.join, device.order, device.driver.copy_rows
     monkeypatch.setattr(before, "join", lambda stream: (said.append((None, stream)), join(stream)))
     monkeypatch.setattr(device, "order", lambda of, to: (said.append((of, to)), order(of, to)))
-    monkeypatch.setattr(device.driver, "copy_rows", lambda *a: (said.append(("copy", a[-1])), copy_rows(*a)))
+
+    def noted(dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, stream: int) -> None:
+        if rig.has(dst) or rig.has(src):
+            said.append(("copy", stream))
+        copy_rows(dst, dst_pitch, src, src_pitch, width, rows, stream)
+
+    monkeypatch.setattr(device.driver, "copy_rows", noted)
     rig.mover.submit(direction, rig.copies(direction), "mixed").wait()
     behind: set[Any] = {None}
     for of, stream in said:
@@ -373,7 +384,7 @@ def test_a_launch_that_fails_leaves_nothing_behind(
             raise HardwareError("the launch failed")
         rig.kernel(half, stream)
 
-    monkeypatch.setattr(staging, "_launch", fails)
+    monkeypatch.setattr(staging, "launch", fails)
     with pytest.raises(HardwareError, match="the launch failed"):
         rig.mover.submit(direction, rig.copies(direction), "staged")
     while not rig.mover.is_idle(direction):
@@ -426,6 +437,50 @@ def test_any_shape(
     wanted = rig.expected((direction, copies))
     rig.mover.submit(direction, copies, path).wait()
     assert rig.is_like(wanted)
+    rig.close()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=some.integers(4, 20), layers=some.integers(2, 7), seed=some.integers(0, 99), count=some.integers(1, 40),
+    in_order=some.booleans(), direction=some.sampled_from(list(Direction)),
+)  # fmt: skip
+def test_any_layers(
+    device: Device, rows: int, layers: int, seed: int, count: int, in_order: bool, direction: Direction
+) -> None:
+    """Of a few layers a slot has a part only: neighbours are equally far apart, and there may be gaps between them."""
+    rig = Rig(device, layout_of(rows, 48), seed=seed)
+    blocks, slots = rig.rng.permutation(rig.layout.num_blocks)[:count], rig.rng.permutation(40)[:count]
+    slots = np.sort(slots) if in_order else slots
+    parts = layer_tables(direction, rig.layout, blocks, slots, rig.pieces, layers=layers)
+    wanted = rig.expected(*((direction, part) for part in parts))
+    for part in parts:
+        rig.mover.submit(direction, part, "staged")
+    rig.mover.submit(direction, parts[-1], "staged").wait()
+    assert rig.is_like(wanted)
+    rig.close()
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_parts_of_slots_that_follow_each_other_are_one_copy_to_a_chunk(
+    device: Device, direction: Direction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(device, layout_of(rows=8, row_bytes=128))
+    slots = np.concatenate((np.arange(4, 14), np.arange(17, 30)))  # a gap; the second piece begins with slot 24
+    blocks = rig.rng.permutation(rig.layout.num_blocks)[: len(slots)]
+    parts = layer_tables(direction, rig.layout, blocks, slots, rig.pieces, layers=2)
+    wanted = rig.expected(*((direction, part) for part in parts))
+    seen, copy_rows = [], device.driver.copy_rows
+
+    def noted(dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, stream: int) -> None:
+        seen.append((width, rows, src_pitch if direction is Direction.FETCH else dst_pitch))
+        copy_rows(dst, dst_pitch, src, src_pitch, width, rows, stream)
+
+    monkeypatch.setattr(device.driver, "copy_rows", noted)
+    for part in parts:
+        rig.mover.submit(direction, part, "staged").wait()
+    assert rig.is_like(wanted)
+    assert seen == 4 * [(256, 10, 1024), (256, 6, 1024), (256, 1, 1024), (256, 6, 1024)]  # 16 blocks to a chunk
     rig.close()
 
 
@@ -505,6 +560,8 @@ def test_auto_leaves_out_what_can_not_be_staged(device: Device, why: str, monkey
     transfer.wait()
     assert transfer.choice.path is Path.DMA_2D
     assert not mover._staging  # no memory was taken for it
+    assert mover.fewest_copies(Path.AUTO, 20, 1) == (1 if "strided" in why else 20)
+    assert [mover.fewest_copies(path, 20, 3) for path in (Path.STAGED, Path.DMA_2D)] == [3, 20]
     if why == "no words":
         with pytest.raises(NotSupported, match="needs streams that can wait for words in memory"):
             mover.submit("fetch", copies, "staged")
@@ -581,6 +638,10 @@ def test_a_kernel_is_launched_without_triton_once_it_is_compiled(
 
             return call
 
+        def warmup(self, *given: Any, num_warps: int, grid: Any, **more: Any) -> Compiled:
+            assert grid == (5,)
+            return self[grid](*given, num_warps=num_warps, **more)
+
     fake = types.ModuleType("staged")
     fake.staged_kernel = Triton()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "dovetail.kv.kernels.staged", fake)
@@ -589,7 +650,8 @@ def test_a_kernel_is_launched_without_triton_once_it_is_compiled(
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: contextlib.nullcontext())
     current = device.index
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
-    launch = staging._triton(device)
+    monkeypatch.setattr(staging, "num_programs", lambda _: 5)
+    launch = staging.Kernel(device)
     numbers_of = {"staging": 7, "num_copies": 3, "num_rows": 2, "per_chunk": 2, "chunk_bytes": 4096, "num_chunks": 3}
     for turn, (direction, row_bytes) in enumerate(itertools.product([*Direction] * 2, (64, 4096, 60000))):
         half = Half(direction=direction, words=turn, row_bytes=row_bytes, programs=5, **numbers_of)
@@ -600,7 +662,13 @@ def test_a_kernel_is_launched_without_triton_once_it_is_compiled(
         wanted |= {"ROWS": 2048 // block}
         assert seen == numbers_of | wanted
     assert (len(slow), len(quick)) == (6, 6)
+    fresh = staging.Kernel(device)
+    fresh.prepare(4096)
+    assert len(slow) == 8  # both ways
+    fresh(Half(direction=Direction.STORE, words=0, row_bytes=4096, programs=5, **numbers_of), 99)
+    assert (len(slow), len(quick)) == (8, 7)  # nothing is left to compile
+    assert slow.pop() | {"UNPACK": True} == slow.pop()
     current += 1  # another GPU is current: Triton's way, which makes ours so
     launch(half, 99)
-    assert (len(slow), len(quick)) == (7, 6)
+    assert (len(slow), len(quick)) == (7, 7)
     assert {(grid, stream) for grid, _, stream in quick} == {((5, 1, 1), 99)}

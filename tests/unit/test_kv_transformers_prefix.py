@@ -211,16 +211,21 @@ def test_how_many_layers_at_a_time() -> None:
         heads = row_bytes // (16 * 2 * 128 * 2)
         return KVShape(num_layers=num_layers, num_heads=heads, head_dim=128, dtype=torch.bfloat16)
 
-    assert [prefix.few_layers(shape(64 << 10), blocks) for blocks in (16, 64, 512)] == [None, 8, 8]
-    assert [prefix.few_layers(shape(32 << 10), blocks) for blocks in (64, 512)] == [16, 16]
-    assert prefix.few_layers(shape(16 << 10), 4096) is None  # copies would be too short
-    assert prefix.few_layers(shape(16 << 10, 80), 4096) == 32
-    assert prefix.few_layers(shape(128 << 10, 5), 4096) == 4
+    # A copy for each block.
+    assert [prefix.few_layers(shape(64 << 10), blocks, blocks) for blocks in (0, 16, 64, 512)] == [None, None, 8, 8]
+    assert [prefix.few_layers(shape(32 << 10), blocks, blocks) for blocks in (64, 512)] == [16, 16]
+    assert prefix.few_layers(shape(16 << 10), 4096, 4096) is None  # copies would be too short
+    assert prefix.few_layers(shape(16 << 10, 80), 4096, 4096) == 32
+    assert prefix.few_layers(shape(128 << 10, 5), 4096, 4096) == 4
+    # Copies of several blocks.
+    assert [prefix.few_layers(shape(16 << 10), 4096, runs) for runs in (1, 1024, 1536, 2048)] == [8, 8, 12, 16]
+    assert prefix.few_layers(shape(8 << 10, 20), 4096, 1) == 8  # rows would be too short
 
 
 def test_layers_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix, "_LONG_BYTES", 1)
-    monkeypatch.setattr(prefix, "_PART_BYTES", 1)
+    monkeypatch.setattr(prefix, "_COPY_BYTES", 1)
+    monkeypatch.setattr(prefix, "_ROW_BYTES", 1)
     blocks = memory()
     plain = generate(MODEL, IDS)
     store, _ = late(blocks)

@@ -97,6 +97,11 @@ class Auto:
             found = self._requests[key] = self._learner.request(direction, beside, shape, paths, known)
         return found
 
+    @property
+    def can_stage(self) -> bool:
+        """May it take a path by staging memory?"""
+        return not BY_STAGING.isdisjoint(self._able)
+
     @functools.cached_property
     def _able(self) -> frozenset[Path]:
         """The paths that may be taken here."""

@@ -154,6 +154,7 @@ class Fetch(Handle):
     """Slots to copy blocks from; they are not evicted before `release`."""
 
     _noun = "fetch"
+    num_runs = 0  #: contiguous ones of its slots; the pool says
 
     def release(self, done: Done | None = None) -> None:
         """Lets go of the blocks: at once, or when `done` (or the guard) says that the copies are over."""

@@ -134,6 +134,15 @@ class Layout:
         """Layers, where the layout tells them apart; otherwise 0."""
         return max((layer for of in self.layers for layer in of), default=-1) + 1
 
+    @property
+    def strided_rows(self) -> frozenset[int]:
+        """Lengths of the rows that do not follow each other on the device, but on the host: what can be staged."""
+        return frozenset(
+            group.row_bytes
+            for group in self.groups
+            if any(run.count > 1 and run.host_pitch == group.row_bytes < run.pitch for run in group.runs)
+        )
+
     def runs_of(self, group: int, first: int, end: int) -> tuple[RowRun, ...]:
         """The runs of a group's rows that belong to layers `first` to `end`, without `end`."""
         of = self.layers[group]

@@ -13,7 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,10 +23,10 @@ from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.driver import SourceOrder
 from dovetail.kv import staging
 from dovetail.kv.auto import Auto, gains_by_staging
-from dovetail.kv.choose import BY_STAGING, CANDIDATES, Choice, Costs, Path
+from dovetail.kv.choose import BY_STAGING, CANDIDATES, VECTOR_BYTES, Choice, Costs, Path
 from dovetail.kv.learn import Request
 from dovetail.kv.planner import Direction, Table
-from dovetail.kv.staging import Launch, Staging
+from dovetail.kv.staging import Kernel, Launch, Staging
 
 logger = logging.getLogger(__name__)
 Ints = NDArray[np.int64]
@@ -209,6 +209,10 @@ class GpuMover:
         copied = all(self._driver.stream_done(stream) for stream in self._streams[Direction(direction)])
         return copied and (through is None or through.is_idle())
 
+    def fewest_copies(self, path: Path, num_blocks: int, num_runs: int) -> int:
+        """Of a fetch: one for each run of slots if it may be staged, wherever the blocks lie; otherwise one a block."""
+        return num_runs if self._may_stage(path) else num_blocks
+
     def _sides(self, direction: Direction, device: Ints, piece: Ints, host: Ints) -> tuple[Ints, Ints]:
         """(destination, source) addresses."""
         there, here = self._cache + device, self._pieces[piece] + host
@@ -233,10 +237,23 @@ class GpuMover:
         for d, d_pitch, s, s_pitch, width, rows, where in zip(*columns, itertools.cycle(streams), strict=False):
             copy(d, d_pitch, s, s_pitch, width, rows, where)
 
+    def prepare(self, path: Path | str, row_bytes: Collection[int]) -> None:
+        """Compiles what a path needs for rows of these lengths, so that no transfer waits for it: some 0.1 s each."""
+        lengths = [length for length in row_bytes if not length % VECTOR_BYTES]
+        if lengths and self._launch is None and self._may_stage(Path(path)) and staging.has_kernel():
+            self._device.enter()
+            self._launch = kernel = Kernel(self._device)
+            for length in lengths:
+                kernel.prepare(length)
+
+    def _may_stage(self, path: Path) -> bool:
+        return self._auto.can_stage if path is Path.AUTO else path in BY_STAGING
+
     def _through(self, direction: Direction) -> Staging:
         """Staging memory, made when it is first needed."""
         if direction not in self._staging:
-            self._staging[direction] = Staging(self._device, direction, launch=self._launch)
+            made = self._staging[direction] = Staging(self._device, direction, launch=self._launch)
+            self._launch = made.launch  # both directions share what was compiled
         return self._staging[direction]
 
     def _staged(self, direction: Direction, table: Table, stream: int, *, mixed: bool = False) -> int:
@@ -326,7 +343,7 @@ class GpuMover:
         for stream in itertools.chain(*self._streams.values()):
             self._driver.stream_destroy(stream)
 
-    def __enter__(self) -> GpuMover:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -49,6 +49,10 @@ class CpuMover:
         """Always: what it moves, it moves before it returns."""
         return True
 
+    def fewest_copies(self, path: Path, num_blocks: int, num_runs: int) -> int:
+        """One for each block."""
+        return num_blocks
+
 
 def _strides(memory: Any, offset: int, width: int, rows: int, pitch: int) -> Any:
     """Rows of a flat array of bytes, checked against its end."""

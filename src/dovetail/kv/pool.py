@@ -118,9 +118,10 @@ class Pool:
             for block in blocks:
                 block.num_readers += 1
             fetch = Fetch(self, self._begun(blocks, storing=False))
+            fetch.num_runs = self._allocator.num_runs(fetch._slots)
             self._fetched += len(blocks)
             self._num_fetches += bool(blocks)
-            self._num_fetch_runs += self._allocator.num_runs(fetch._slots)
+            self._num_fetch_runs += fetch.num_runs
             return fetch
 
     def stats(self) -> Stats:

@@ -6,6 +6,7 @@ landed, and nothing is reused early, also when the caller drops what it was give
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -44,6 +45,9 @@ class Mover(Protocol):
 
     def is_idle(self, direction: Direction | str) -> bool:
         """True if nothing is under way in this direction, also after a `submit` that failed."""
+
+    def fewest_copies(self, path: Path, num_blocks: int, num_runs: int) -> int:
+        """That a fetch of so many blocks, in so many runs of slots, is likely to take."""
 
 
 class Move:
@@ -105,12 +109,13 @@ class Prefixes:
         """For a cache in a GPU's memory that begins at the address `cache`; the pool is pinned."""
         pinner = DriverPinner(device.driver, device.enter)
         memory = _memory(layout, pool_bytes, piece_bytes, pinner)
-        try:
-            mover = GpuMover(device, cache, [piece.base for piece in memory.pieces])
-        except BaseException:
-            memory.close()
-            raise
-        return cls(layout, Pool(memory, policy=policy), mover, path)
+        with contextlib.ExitStack() as made:  # what was made goes again if the rest is refused
+            made.callback(memory.close)
+            mover = made.enter_context(GpuMover(device, cache, [piece.base for piece in memory.pieces]))
+            mover.prepare(path, layout.strided_rows)
+            found = cls(layout, Pool(memory, policy=policy), mover, path)
+            made.pop_all()
+        return found
 
     @classmethod
     def on_cpu(
@@ -174,7 +179,7 @@ class Prefixes:
         salt: bytes = _NOBODY,
         after: Sequence[int] = (),
         beside: bool | None = None,
-        layers: int | Callable[[int], int | None] | None = None,
+        layers: int | Callable[[int, int], int | None] | None = None,
     ) -> Move:
         """Brings the leading blocks of a prompt that are kept into `blocks` of the cache; `num_tokens` says how far.
 
@@ -182,15 +187,15 @@ class Prefixes:
             after: streams that still read or write those blocks: the copies begin behind their work so far.
             beside: as for `store`.
             layers: bring so many layers at a time, the first ones first; `Move.parts` has a transfer for each step, so
-                that a layer can be computed while the next ones are under way. Or a function that is told the number
-                of blocks and says how many layers, or None: all at once.
+                that a layer can be computed while the next ones are under way. Or a function that says how many, or
+                None: all at once; it is told the number of blocks, and how few copies can bring them.
         """
         keys = self._keys(token_ids, salt)
         mine = _blocks(blocks, len(keys))
         self._settle()
         begun = self.pool.begin_fetch(keys, partial=True)
         try:
-            step = layers(len(begun)) if callable(layers) else layers
+            step = layers if not callable(layers) else layers(len(begun), self._fewest_copies(begun))
             return self._begin(Direction.FETCH, mine[: len(begun)], begun, begun.release, after, beside, step)
         except BaseException:
             begun.release(lambda: self._mover.is_idle(Direction.FETCH))
@@ -216,6 +221,9 @@ class Prefixes:
         move = Move(parts, len(blocks) * self.block_tokens, size_bytes, end, layers)
         self._moves.append(move)
         return move
+
+    def _fewest_copies(self, begun: Fetch) -> int:
+        return self._mover.fewest_copies(self._path, len(begun), begun.num_runs)
 
     def _keys(self, token_ids: Sequence[int], salt: bytes) -> list[bytes]:
         return block_hashes(token_ids, self.block_tokens, salt=salt)

@@ -17,9 +17,9 @@ import functools
 import importlib.util
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,8 +88,8 @@ class Staging:
             raise NotSupported("the path staged needs streams that can wait for words in memory; use dma-2d")
         self.chunk_bytes, self.num_chunks = chunk_bytes, num_chunks
         self._device, self._driver, self._direction = device, device.driver, direction
-        self._launch = launch or _triton(device)
-        self.programs = _PER_MULTIPROCESSOR * self._driver.num_multiprocessors(device.index)
+        self.launch = launch or Kernel(device)
+        self.programs = num_programs(device)
         with contextlib.ExitStack() as made:  # what was made goes again if the rest is refused
             self._memory = self._driver.device_alloc(chunk_bytes * num_chunks)
             made.callback(self._driver.device_free, self._memory)
@@ -140,12 +140,12 @@ class Staging:
         try:
             self._driver.copy(table.there, table.here.address, table.size_bytes, stream)
             self._device.order(stream, self._kernels)  # a launch of a store may fill all chunks: all are empty by then
-            parts = self._contiguous(host, piece, size, per_chunk)
+            runs = self._runs(host, piece, size, per_chunk)
             if fetch:
-                self._fetch(half, parts, table, stream)
+                self._fetch(half, runs, table, stream)
             else:
-                for n, part in enumerate(parts):
-                    self._store(half, n, part, stream)
+                for n in range(num_chunks):
+                    self._store(half, n, runs, stream)
             return self._end(table, half, num_chunks, stream)
         except BaseException:
             self._lost.append(table)
@@ -176,50 +176,53 @@ class Staging:
         wanted = -(-num_copies // _FEWEST_CHUNKS)
         return max(1, min(most, max(wanted, _LEAST_BYTES // size)))
 
-    def _fetch(self, half: Half, parts: Sequence[Ints], table: _Table, stream: int) -> None:
+    def _fetch(self, half: Half, runs: _Runs, table: _Table, stream: int) -> None:
         """Copies are issued some chunks ahead of the kernel, whose launch takes longer than a copy's."""
-        ahead = min(_AHEAD, self.num_chunks - 1)
-        for n in range(len(parts) + ahead):
-            if n < len(parts):
-                self._bring(half, n, parts[n], stream)
+        ahead, num_chunks = min(_AHEAD, self.num_chunks - 1), len(runs.of_chunk)
+        for n in range(num_chunks + ahead):
+            if n < num_chunks:
+                self._bring(half, n, runs, stream)
             if (m := n - ahead) >= 0:
                 place = m % self.num_chunks
                 self._driver.stream_wait_event(self._kernels, self._events[place])
-                self._launch(half, self._kernels)
+                self.launch(half, self._kernels)
                 self._emptied[place] = (table, half.done(m))
 
-    def _bring(self, half: Half, n: int, copies: Ints, stream: int) -> None:
+    def _bring(self, half: Half, n: int, runs: _Runs, stream: int) -> None:
         place = n % self.num_chunks
         if place in self._emptied:
             self._words(WAIT, self._emptied[place][1], self.programs, stream)
-        for to, of, length in copies.tolist():
-            self._driver.copy(to, of, length, stream)
+        for staged, host, number in runs.of_chunk[n].tolist():
+            self._driver.copy_rows(staged, half.size_bytes, host, runs.pitch, half.size_bytes, number, stream)
         self._words(WRITE, half.words, n + 1, stream)
         self._driver.event_record(self._events[place], stream)
 
-    def _store(self, half: Half, n: int, copies: Ints, stream: int) -> None:
+    def _store(self, half: Half, n: int, runs: _Runs, stream: int) -> None:
         place = n % self.num_chunks
         if n >= self.num_chunks:  # not before there is something to do for it
             self._driver.stream_wait_event(self._kernels, self._events[place])
-        self._launch(half, self._kernels)
+        self.launch(half, self._kernels)
         self._words(WAIT, half.done(n), self.programs, stream)
-        for of, to, length in copies.tolist():
-            self._driver.copy(to, of, length, stream)
+        for staged, host, number in runs.of_chunk[n].tolist():
+            self._driver.copy_rows(host, runs.pitch, staged, half.size_bytes, half.size_bytes, number, stream)
         self._words(WRITE, half.words, self.num_chunks + n + 1, stream)
         self._driver.event_record(self._events[place], stream)
 
-    def _contiguous(self, host: Ints, piece: Ints, size: int, per_chunk: int) -> list[Ints]:
-        """Of each chunk rows of (address in it, host address, bytes), neighbours in a piece as one."""
+    def _runs(self, host: Ints, piece: Ints, size: int, per_chunk: int) -> _Runs:
+        """Copies that follow each other on the host as one, inside a piece and a chunk."""
+        steps = host[1:] - host[:-1]
+        apart = steps[steps >= size]
+        pitch = int(apart.min()) if len(apart) else size  # of slots, of which these copies may be a part
         begins = np.ones(len(host), bool)
-        begins[1:] = (host[1:] - host[:-1] != size) | (piece[1:] != piece[:-1])
+        begins[1:] = (steps != pitch) | (piece[1:] != piece[:-1])
         begins[::per_chunk] = True
         (first,) = begins.nonzero()
         ends = np.concatenate((first[1:], [len(host)]))
         chunk, inside = np.divmod(first, per_chunk)
         staged = self._memory + chunk % self.num_chunks * self.chunk_bytes + inside * size
-        found = np.stack((staged, host[first], (ends - first) * size), axis=1)
+        found = np.stack((staged, host[first], ends - first), axis=1)
         cuts = [*(inside == 0).nonzero()[0].tolist(), len(first)]
-        return [found[a:b] for a, b in itertools.pairwise(cuts)]
+        return _Runs(pitch, [found[a:b] for a, b in itertools.pairwise(cuts)])
 
     def _words(self, kind: int, address: int, value: int, stream: int) -> None:
         self._word[0] = kind, address, value
@@ -264,6 +267,13 @@ class Staging:
         self._tables, self._lost, self._events, self._emptied, self._reserved = [], [], [], {}, None
 
 
+class _Runs(NamedTuple):
+    """Copies that are equally far apart on the host, so that an engine moves several at once."""
+
+    pitch: int  #: how far
+    of_chunk: list[Ints]  #: of each chunk rows of (address in it, host address, number of copies)
+
+
 class _Table:
     """Numbers for the kernel: written here, read there."""
 
@@ -306,34 +316,55 @@ def has_kernel() -> bool:
     return bool(cuda.is_available())
 
 
-def _triton(device: Device) -> Launch:
-    """The kernel, by Triton; raises `NotSupported` where there is none."""
-    if not has_kernel():
-        raise NotSupported("the path staged needs Triton and a GPU that torch can use: pip install 'dovetail-ml[gpu]'")
-    import torch
+class Kernel:
+    """The kernel, by Triton. Calling it puts it into a stream; raises `NotSupported` where there is none."""
 
-    from dovetail.kv.kernels.staged import staged_kernel
+    def __init__(self, device: Device) -> None:
+        if not has_kernel():
+            what = "the path staged needs Triton and a GPU that torch can use"
+            raise NotSupported(f"{what}: pip install 'dovetail-ml[gpu]'")
+        import torch
 
-    cuda: Any = torch.cuda
-    made: dict[tuple[bool, int, int], Any] = {}  # by what it was compiled for, and the grid
+        from dovetail.kv.kernels.staged import staged_kernel
 
-    def launch(half: Half, stream: int) -> None:
-        block = min(1 << (half.row_bytes // _WORD_BYTES - 1).bit_length(), _TILE_WORDS)
-        rows = _TILE_WORDS // block
-        unpack = half.direction is Direction.FETCH
+        self._index, self._jit = device.index, staged_kernel
+        self._programs = num_programs(device)
+        self._cuda: Any = torch.cuda
+        self._made: dict[tuple[bool, int], Any] = {}  # by what it was compiled for
+
+    def prepare(self, row_bytes: int) -> None:
+        """Compiles it for rows of this length, both ways, so that no transfer waits for that."""
+        with self._cuda.device(self._index):
+            for direction in Direction:
+                named = _compiled_for(direction, row_bytes)
+                kernel = self._jit.warmup(*(0,) * 8, **named, num_warps=_NUM_WARPS, grid=(self._programs,))
+                self._keep(named, kernel)
+
+    def __call__(self, half: Half, stream: int) -> None:
+        named = _compiled_for(half.direction, half.row_bytes)
         numbers = (
             half.words, half.staging, half.num_copies, half.num_rows,
             half.row_bytes // VECTOR_BYTES, half.per_chunk, half.chunk_bytes, half.num_chunks,
         )  # fmt: skip
-        known = made.get((unpack, block, half.programs))
-        if known is not None and cuda.current_device() == device.index:
+        known = self._made.get((named["UNPACK"], named["BLOCK"]))
+        if known is not None and self._cuda.current_device() == self._index:
             # Nothing is specialized: the same code, without Triton's look at every argument.
-            known(*numbers, unpack, block, rows, stream=stream)
+            known(*numbers, *named.values(), stream=stream)
             return
-        with cuda.device(device.index), cuda.stream(cuda.ExternalStream(stream, device=device.index)):
-            kernel = staged_kernel[(half.programs,)](
-                *numbers, UNPACK=unpack, BLOCK=block, ROWS=rows, num_warps=_NUM_WARPS
-            )  # fmt: skip
-        made[unpack, block, half.programs] = kernel[half.programs, 1, 1]
+        external = self._cuda.ExternalStream(stream, device=self._index)
+        with self._cuda.device(self._index), self._cuda.stream(external):
+            self._keep(named, self._jit[(self._programs,)](*numbers, **named, num_warps=_NUM_WARPS))
 
-    return launch
+    def _keep(self, named: dict[str, Any], kernel: Any) -> None:
+        self._made[named["UNPACK"], named["BLOCK"]] = kernel[self._programs, 1, 1]
+
+
+def _compiled_for(direction: Direction, row_bytes: int) -> dict[str, Any]:
+    """The constants of the kernel, in its order."""
+    block = min(1 << (row_bytes // _WORD_BYTES - 1).bit_length(), _TILE_WORDS)
+    return {"UNPACK": direction is Direction.FETCH, "BLOCK": block, "ROWS": _TILE_WORDS // block}
+
+
+def num_programs(device: Device) -> int:
+    """That a launch has."""
+    return _PER_MULTIPROCESSOR * device.driver.num_multiprocessors(device.index)

@@ -363,6 +363,9 @@ class HipDriver:
         self._copy(dst, src, size_bytes, _KIND_DEFAULT, stream)
 
     def copy_rows(self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, stream: int) -> None:
+        if rows == 1 or dst_pitch == src_pitch == width:
+            self.copy(dst, src, width * rows, stream)
+            return
         if max(dst_pitch, src_pitch) <= MOST_PITCH:
             self._copy2d(dst, dst_pitch, src, src_pitch, width, rows, _KIND_DEFAULT, stream)
             return

@@ -28,8 +28,9 @@ Tokens = torch.Tensor | Sequence[int] | NDArray[Any]
 _EVERYBODY = b"everybody"
 AUTO: Literal["auto"] = "auto"
 _LONG_BYTES = 64 << 20  # about a millisecond of a fast link
-_MOST_PARTS = 4  # each has a copy for every block
-_PART_BYTES = 512 << 10  # of a copy: shorter ones take longer to issue than to move
+_MOST_PARTS = 4
+_COPY_BYTES = 512 << 10  # shorter ones take longer to issue than to move
+_ROW_BYTES = 64 << 10  # of a copy: an engine is not slower for rows as long as this
 
 
 class PrefixStore:
@@ -104,7 +105,7 @@ class PrefixStore:
             self._begun.add(cache.pages)
         return cache
 
-    def _step(self) -> int | Callable[[int], int | None] | None:
+    def _step(self) -> int | Callable[[int, int], int | None] | None:
         """Layers that the next fetch brings at a time."""
         if self.layers != AUTO:
             return self.layers
@@ -147,11 +148,17 @@ class PrefixStore:
         self.close()
 
 
-def few_layers(shape: KVShape, num_blocks: int) -> int | None:
-    """How many to fetch at a time so that computing can begin; None: all, since waiting for them takes no time."""
-    if num_blocks * shape.num_layers * shape.row_bytes < _LONG_BYTES:
+def few_layers(shape: KVShape, num_blocks: int, num_copies: int) -> int | None:
+    """How many to fetch at a time so that computing can begin; None: all, since waiting for them takes no time.
+
+    Args:
+        num_copies: how few can bring a part of all blocks.
+    """
+    layer_bytes = num_blocks * shape.row_bytes
+    if layer_bytes * shape.num_layers < _LONG_BYTES:
         return None
-    step = max(-(-shape.num_layers // _MOST_PARTS), _PART_BYTES // shape.row_bytes)
+    long_copies = -(-_COPY_BYTES * num_copies // layer_bytes)
+    step = max(-(-shape.num_layers // _MOST_PARTS), -(-_ROW_BYTES // shape.row_bytes), long_copies)
     return step if step < shape.num_layers else None
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -60,9 +61,11 @@ def prefixes(
     if pool_bytes < slot_bytes:
         raise ValueError(f"a pool of {pool_bytes} bytes holds no block: one has {slot_bytes} bytes")
     host = HostMemory(pool_bytes // slot_bytes, slot_bytes, pinner=DriverPinner(device.driver, device.enter))
-    try:
+    with contextlib.ExitStack() as made:  # what was made goes again if the rest is refused
+        made.callback(host.close)
         mover = kind(device, memory, [piece.base for piece in host.pieces])
-    except BaseException:
-        host.close()
-        raise
-    return Prefixes(memory.layout, Pool(host), mover, path), mover
+        made.enter_context(mover)
+        mover.prepare(path, memory.layout.strided_rows)
+        found = Prefixes(memory.layout, Pool(host), mover, path)
+        made.pop_all()
+    return found, mover

@@ -76,6 +76,11 @@ class Caches:
         return max(layout.slot_bytes for layouts in self._groups for layout, _ in layouts)
 
     @property
+    def strided_rows(self) -> frozenset[int]:
+        """Lengths of the rows that can be staged."""
+        return frozenset[int]().union(*(layout.strided_rows for layouts in self._groups for layout, _ in layouts))
+
+    @property
     def size_bytes(self) -> int:
         """From `base` to the last byte of a cache."""
         return max(begin - self.base + layout.size_bytes for layouts in self._groups for layout, begin in layouts)

@@ -7,6 +7,7 @@ manager waits for that, and `close` waits before the memory goes. Called by one 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
@@ -96,12 +97,13 @@ class Transfers:
         cls, device: Device, caches: Caches, memory: Host, path: Path, current_stream: Callable[[], int]
     ) -> Transfers:
         """For caches in a GPU's memory. `current_stream` gives the one on which the model runs."""
-        try:
-            mover = GpuMover(device, caches.base, [piece.base for piece in memory.pieces])
-            return cls(caches, memory, mover, GpuClock(device, current_stream), path)
-        except BaseException:
-            memory.close()
-            raise
+        with contextlib.ExitStack() as made:  # what was made goes again if the rest is refused
+            made.callback(memory.close)
+            mover = made.enter_context(GpuMover(device, caches.base, [piece.base for piece in memory.pieces]))
+            mover.prepare(path, caches.strided_rows)
+            found = cls(caches, memory, mover, GpuClock(device, current_stream), path)
+            made.pop_all()
+        return found
 
     @classmethod
     def on_cpu(cls, caches: Caches, memory: Host, path: Path) -> Transfers:
