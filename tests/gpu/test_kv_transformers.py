@@ -141,6 +141,62 @@ def test_steps_as_graphs_behind_fetches(
             served(store, prompts, answer)
 
 
+@pytest.mark.parametrize("kind", ["model", "half"])
+def test_requests_are_decoded_together(kind: str, request: pytest.FixtureRequest) -> None:
+    """By graphs, with requests that come and go; against each alone, and twice the same bits."""
+    model = request.getfixturevalue(kind)
+    rounding = ROUNDING if kind == "model" else 1.5
+    blocks = memory(model, 640)
+    steps, alone = Steps(model, blocks), Steps(model, blocks)
+    prompts = [ids(40 + 333 * (n % 3) + n, n) for n in range(7)]
+    texts: list[dict[int, list[torch.Tensor]]] = []
+    for _ in range(2):
+        said: dict[int, list[torch.Tensor]] = {n: [] for n in range(7)}
+        flying: dict[int, tuple[PagedCache, PagedCache]] = {}
+        for turn in range(12):
+            if turn < 7:
+                flying[turn] = PagedCache(blocks), PagedCache(blocks)
+                for cache, by in zip(flying[turn], (steps, alone), strict=True):
+                    last = by(prompts[turn], cache)
+                said[turn].append(last)
+            tokens = torch.stack([said[n][-1].argmax() for n in flying])
+            found = steps.decode(tokens, [cache for cache, _ in flying.values()])
+            for n, token, logits in zip(list(flying), tokens, found, strict=True):
+                right = alone(token.view(1), flying[n][1])
+                assert (logits - right).abs().nan_to_num(float("inf")).max().item() < rounding
+                said[n].append(logits)
+                if len(said[n]) == 5:
+                    for cache in flying.pop(n):
+                        cache.close()
+        for cache in (cache for pair in flying.values() for cache in pair):
+            cache.close()
+        texts.append(said)
+    assert {tokens for tokens, _, apart in steps._forms if apart} == {2, 4}
+    assert all(torch.equal(a, b) for n in range(7) for a, b in zip(texts[0][n], texts[1][n], strict=True))
+
+
+@pytest.mark.parametrize("count", [2, 16])
+@pytest.mark.parametrize(("num_heads", "group", "width"), [(8, 4, 128), (1, 71, 64), (2, 48, 256)])
+def test_attention_of_sequences_apart(count: int, num_heads: int, group: int, width: int) -> None:
+    make = torch.Generator("cuda").manual_seed(count)
+    lengths = [1, 63, 64, 65, 900, 20_000, *range(100, 110)][-count:]
+    rows = torch.zeros((count, max(lengths) + 100), dtype=torch.int64, device="cuda")
+    mixed = torch.randperm(sum(lengths) + 50, generator=make, device="cuda")
+    tokens = torch.full((len(mixed), 2, num_heads, width), float("nan"), dtype=torch.bfloat16, device="cuda")
+    queries = torch.randn((num_heads * group, count, width), generator=make, device="cuda").bfloat16()
+    right, scale = [], width**-0.5
+    for n, mine in enumerate(mixed[: sum(lengths)].split(lengths)):
+        rows[n, : lengths[n]] = mine
+        tokens[mine] = torch.randn((len(mine), 2, num_heads, width), generator=make, device="cuda").bfloat16()
+        keys, values = (tokens[mine, k].float().transpose(0, 1).repeat_interleave(group, 0) for k in (0, 1))
+        score = scale * queries[:, n : n + 1].float() @ keys.transpose(1, 2)
+        right.append((score.softmax(-1) @ values)[:, 0])
+    found = attend(queries, tokens, rows, torch.tensor(lengths, device="cuda") - 1, scale)
+    wanted = torch.stack(right)
+    error = (found.float() - wanted).abs().nan_to_num(float("inf")) / wanted.abs().clamp(min=0.1)
+    assert error.max().item() < 0.05
+
+
 @pytest.mark.parametrize("taken_out", [False, True], ids=["waits", "no waits"])
 def test_a_layer_of_a_graph_waits_for_its_part(half: Any, taken_out: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fetch is held up for a while, and the graph is launched meanwhile."""
@@ -182,7 +238,7 @@ def test_generate_by_graphs(kind: str, request: pytest.FixtureRequest) -> None:
         plain = generate(model, prompt, attention_mask=mask)
         with steps.generating(), PagedCache(blocks) as cache:
             ours = generate(model, prompt, cache, attention_mask=mask)
-        assert {tokens for tokens, _ in steps._forms} == {1}
+        assert {tokens for tokens, *_ in steps._forms} == {1}
         if kind == "half":
             assert (ours.logits[0] - plain.logits[0]).abs().max().item() < 1.5
             continue
@@ -203,7 +259,7 @@ def test_attention_over_blocks(count: int, num_heads: int, group: int, width: in
         tokens[rows[:number]] = torch.randn(size, generator=make, device="cuda").bfloat16()
         asked = torch.randn((count, num_heads * group, width), generator=make, device="cuda").bfloat16()
         queries, positions = asked.transpose(0, 1), torch.arange(before, number, device="cuda")
-        found = attend(queries, tokens, rows, positions, width**-0.5)
+        found = attend(queries, tokens, rows[None], positions, width**-0.5)
         kept = tokens[rows[:number]].float()
         keys, values = (kept[:, n].transpose(0, 1).repeat_interleave(group, 0) for n in (0, 1))
         score = queries.float() @ keys.transpose(1, 2) * width**-0.5

@@ -86,6 +86,51 @@ def test_blocks_do_not_change_a_bit() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=9), turns=st.integers(1, 4), leaves=st.integers(0, 8)
+)
+def test_requests_are_decoded_together_as_if_alone(lengths: list[int], turns: int, leaves: int) -> None:
+    """Of any number and length, also where one of them has gone, and those are filled up that a form has room for."""
+    taken = Steps(MODEL, blocks := memory(256), most_tokens=16)
+    with contextlib.ExitStack() as opened:
+        caches = [opened.enter_context(PagedCache(blocks)) for _ in lengths]
+        stocks = [DynamicCache(config=MODEL.config) for _ in lengths]
+        said = []
+        for n, (cache, stock) in enumerate(zip(caches, stocks, strict=True)):
+            said.append(plain(prompt(lengths[n], n), stock))
+            taken(prompt(lengths[n], n), cache)
+        for turn in range(turns):
+            if turn == 1 and leaves < len(caches) > 1:
+                caches.pop(leaves).close()
+                stocks.pop(leaves)
+                said.pop(leaves)
+            ids = torch.stack(said).argmax(1)
+            found = taken.decode(ids, caches)
+            said = [plain(token.view(1, 1), stock) for token, stock in zip(ids, stocks, strict=True)]
+            assert far(found, torch.stack(said)) < ROUNDING
+        # What is kept is what the model would have kept.
+        for cache, stock in zip(caches, stocks, strict=True):
+            assert cache.get_seq_length() == stock.get_seq_length()
+            assert far(taken(prompt(3), cache), plain(prompt(3), stock)) < ROUNDING
+
+
+def test_places_are_copied_again_only_when_they_change() -> None:
+    taken = Steps(MODEL, blocks := memory())
+    with PagedCache(blocks) as one, PagedCache(blocks, num_tokens=32) as two:
+        for cache in (one, two):
+            taken(prompt(15), cache)
+        taken.decode([5, 6], [one, two])
+        (form,) = (form for form in taken._forms.values() if form.apart)
+        form._rows.zero_()
+        for tokens in (17, 18):
+            taken.decode([5, 6], [one, two])  # the first needs another block for token 17, and then no more
+            assert one.get_seq_length() == tokens
+            assert torch.equal(form._rows[0, :32], one.pages.enter(0, 0)) is (tokens == 17)
+            assert not form._rows[1].any()
+            form._rows.zero_()
+
+
 def late(blocks: PagedMemory, layers: int | None) -> PrefixStore:
     """A store whose bytes land when somebody waits for them, no sooner."""
     host = HostMemory(16, blocks.layout.slot_bytes)
@@ -101,6 +146,23 @@ def kept(store: PrefixStore, taken: Steps, ids: torch.Tensor) -> torch.Tensor:
         right = taken(ids[:, 48:], cache)
     store.memory.tokens.fill_(float("nan"))
     return right
+
+
+@pytest.mark.parametrize("layers", [None, 1])
+def test_decoding_comes_behind_the_fetches_of_all(layers: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = prompt(49)
+    with late(blocks := memory(), layers) as store:
+        right = kept(store, taken := Steps(MODEL, blocks), ids)
+        for taken_out in (False, True):
+            if taken_out:
+                monkeypatch.setattr(forms.Form, "expect", lambda form, parts: None)
+            blocks.tokens.fill_(float("nan"))
+            with store.begin(ids) as one, store.begin(ids) as two:
+                assert not one.has_arrived
+                assert not two.has_arrived
+                found = taken.decode(ids[0, 48:].repeat(2), [one, two])
+                assert (far(found, right.expand(2, -1)) < ROUNDING) is not taken_out
+                assert one.has_arrived
 
 
 @pytest.mark.parametrize("layers", [None, 1])
@@ -212,7 +274,7 @@ def test_forms_that_were_not_used_lately_go() -> None:
     with PagedCache(blocks) as cache:
         for count in (1, 2, 4, 1):
             taken(prompt(count), cache)
-    assert list(taken._forms) == [(4, 256), (1, 256)]
+    assert list(taken._forms) == [(4, 256, False), (1, 256, False)]
 
 
 @pytest.mark.parametrize(
@@ -239,6 +301,22 @@ def test_what_does_not_fit_is_refused_and_nothing_changes() -> None:
     assert (cache.get_seq_length(), blocks.num_free) == (0, 4)
     with pytest.raises(ValueError, match="the cache is closed"):
         taken([1], cache)
+    with PagedCache(blocks) as cache, PagedCache(blocks) as second:
+        for ids, caches, what in (
+            ([], [], "1 to 256 caches, not 0 tokens and 0 caches"), ([1, 2], [cache], "2 tokens and 1 caches"),
+            ([1] * 300, [cache] * 300, "not 300 tokens and 300"), ([1, 2], [cache, cache], "a cache is there twice"),
+            (prompt(2).float(), [cache, second], "one row of token ids"),
+        ):  # fmt: skip
+            with pytest.raises(ValueError, match=what):
+                taken.decode(ids, caches)
+        taken(prompt(20), cache)
+        taken(prompt(32), second)
+        with pytest.raises(CacheFull):
+            taken.decode([1, 2], [cache, second])
+        assert (cache.get_seq_length(), second.get_seq_length()) == (20, 32)
+        second.close()
+        with pytest.raises(ValueError, match="the cache is closed"):
+            taken.decode([1, 2], [cache, second])
     with pytest.raises(ValueError, match="most_tokens is 0"):
         Steps(MODEL, blocks, most_tokens=0)
     with pytest.raises(NotSupported, match="attention over blocks is for NVIDIA GPUs"):
@@ -411,4 +489,4 @@ def test_a_graph_that_runs_is_not_dropped(graphs: Graphs) -> None:
         assert len(taken._forms) == 3
         graphs.are_over = True
         taken(prompt(8), cache)
-    assert [tokens for tokens, _ in taken._forms] == [8]
+    assert [tokens for tokens, *_ in taken._forms] == [8]

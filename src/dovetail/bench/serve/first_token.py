@@ -67,7 +67,7 @@ def references(server: Server, prompt: Tokens, tokens: int, keeps: Contender) ->
     server.poison()
     server.use(keeps)
     with server.admit(prompt, Contender(name="steps"), room=0) as cache:
-        server.step(prompt[:tokens], cache)
+        server.first(prompt[:tokens], cache)
         server.store.keep(cache, prompt[:tokens]).wait(TIMEOUT_S)
         stepped = server.first(prompt, cache)
     return whole, stepped

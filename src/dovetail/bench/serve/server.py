@@ -1,12 +1,13 @@
 """A server of one model, as small as can be: admits a prompt, computes what is missing of it, and decodes.
 
-Owns model, blocks and pool. Requests are computed one at a time, in one stream; what is admitted ahead is fetched
-meanwhile. Blocks are scattered over the cache, as after a while of serving.
+Owns model, blocks and pool. All is computed in one stream; what is admitted ahead is fetched meanwhile. Blocks are
+scattered over the cache, as after a while of serving.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -95,15 +96,20 @@ class Server:
             return PagedCache(self.memory, num_tokens=len(prompt) + room)
         return self.store.begin(prompt, room=room, salt=salt)
 
-    def step(self, tokens: Tokens, cache: PagedCache) -> torch.Tensor:
-        """Computes tokens behind those that a cache has; the logits of the last one, on the host."""
-        if self._steps is None:
-            return step(self.model, tokens, cache)
-        return _on_host(self._steps(tokens, cache))
+    def compute(self, prompt: Tokens, cache: PagedCache) -> torch.Tensor:
+        """Computes what is missing of a prompt; the logits of its last token, on the device."""
+        tokens = prompt[cache.get_seq_length() :]
+        return _logits(self.model, tokens, cache) if self._steps is None else self._steps(tokens, cache)
 
     def first(self, prompt: Tokens, cache: PagedCache) -> torch.Tensor:
-        """Computes what is missing of a prompt; its logits."""
-        return self.step(prompt[cache.get_seq_length() :], cache)
+        """The same, on the host."""
+        return Landing(self.compute(prompt, cache)).wait()
+
+    def decode(self, tokens: torch.Tensor, caches: Sequence[PagedCache]) -> torch.Tensor:
+        """One more token of each request, all of them on the device: their logits."""
+        if self._steps is not None:
+            return self._steps.decode(tokens, caches)
+        return torch.stack([_logits(self.model, tokens[n : n + 1], cache) for n, cache in enumerate(caches)])
 
     def poison(self) -> None:
         """Writes no-numbers over all blocks: what reads one that nobody has filled shows. No cache may be open."""
@@ -133,24 +139,35 @@ def step(model: Any, tokens: Tokens, cache: Any) -> torch.Tensor:
     Raises:
         Timeout: they have not come after two minutes.
     """
-    ids = torch.from_numpy(np.ascontiguousarray(tokens)).unsqueeze(0)
-    if model.device.type == "cuda":  # pinned: a pageable copy would wait for the stream
+    return Landing(_logits(model, tokens, cache)).wait()
+
+
+def _logits(model: Any, tokens: Tokens | torch.Tensor, cache: Any) -> torch.Tensor:
+    ids = tokens if isinstance(tokens, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(tokens))
+    if model.device.type == "cuda" and ids.device.type == "cpu":  # pinned: a pageable copy would wait for the stream
         ids = ids.pin_memory().to(model.device, non_blocking=True)
     with torch.inference_mode():
-        out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        logits = cast(torch.Tensor, out.logits[0, -1].float())
-    return _on_host(logits)
+        out = model(input_ids=ids.unsqueeze(0), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return cast(torch.Tensor, out.logits[0, -1].float())
 
 
-def _on_host(found: torch.Tensor) -> torch.Tensor:
-    if found.device.type == "cpu":
-        return found
-    here = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
-    here.copy_(found, non_blocking=True)
-    cuda: Any = torch.cuda
-    landed, deadline = cuda.Event(), time.monotonic() + TIMEOUT_S
-    landed.record()
-    while not landed.query():
-        if time.monotonic() > deadline:
-            raise Timeout(f"the logits of a step were not there after {TIMEOUT_S:g} s: a copy did not land")
-    return here
+class Landing:
+    """Something of the device on its way to the host."""
+
+    def __init__(self, found: torch.Tensor) -> None:
+        self._here = found
+        self._landed: Any = None
+        if found.device.type != "cpu":
+            self._here = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+            self._here.copy_(found, non_blocking=True)
+            cuda: Any = torch.cuda
+            self._landed = cuda.Event()
+            self._landed.record()
+
+    def wait(self) -> torch.Tensor:
+        """It, once it is there; raises `Timeout`."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while self._landed is not None and not self._landed.query():
+            if time.monotonic() > deadline:
+                raise Timeout(f"the logits of a step were not there after {TIMEOUT_S:g} s: a copy did not land")
+        return self._here

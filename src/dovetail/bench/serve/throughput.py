@@ -1,9 +1,10 @@
 """Requests per second with several in flight, by contender and share of requests whose prefix is kept.
 
-A request is a prefix, a suffix that is never kept, and a few tokens to decode. What follows is admitted, and so
-fetched, while the one before is computed; who has missed keeps his prefix afterwards, under a salt of the pass, so that
-the next contender misses it too. Contenders have turns, pass by pass, over the same requests; the first pass of each
-does not count.
+A request is a prefix, a suffix that is never kept, and a few tokens to decode. The server goes in rounds: it admits,
+and so fetches, what it has room for, computes the prompt of one whose prefix has arrived, and decodes a token of all
+that have begun, together where steps are graphs. Tokens stay on the device; the host is one round ahead. Who has missed
+keeps his prefix afterwards, under a salt of the pass, so that the next contender misses it too. Contenders have turns,
+pass by pass, over the same requests; the first pass of each does not count.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 
 from dovetail.bench.serve.contender import Contender, keeper
 from dovetail.bench.serve.likeness import Likeness
-from dovetail.bench.serve.server import EVERYBODY, TIMEOUT_S, Server, Tokens
+from dovetail.bench.serve.server import EVERYBODY, TIMEOUT_S, Landing, Server, Tokens
 from dovetail.bench.serve.spec import Spec
 from dovetail.kv.prefixes import Move
 from dovetail.kv.transformers import PagedCache
@@ -36,6 +37,16 @@ class Request:
     hit: bool
     whole: torch.Tensor | None = None
     stepped: torch.Tensor | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A request in flight."""
+
+    request: Request
+    cache: PagedCache
+    left: int  #: tokens to decode
+    last: torch.Tensor | None = None  #: token, on the device
 
 
 @dataclass(slots=True)
@@ -97,32 +108,51 @@ def _alone(server: Server, request: Request, keeps: Contender) -> torch.Tensor:
 def _serve(spec: Spec, server: Server, requests: list[Request], entry: _Entry, *, salt: bytes) -> None:
     """One pass."""
     contender = entry.contender
-    waiting, flying = deque(requests), deque[tuple[Request, PagedCache]]()
-    results: list[torch.Tensor] = []
+    waiting, coming, decoding = deque(requests), list[_Flight](), list[_Flight]()
+    firsts: dict[int, Landing] = {}  # of a request, by its id: the logits of its first token
+    rounds = deque[Landing]()
     moves: list[Move] = []
     fetched = 0
+
+    def leave(flight: _Flight) -> None:
+        decoding.remove(flight)
+        with flight.cache:
+            if contender.store is not None and not flight.request.hit:
+                prefix = flight.request.prompt[: spec.serve_tokens]
+                moves.append(server.store.keep(flight.cache, prefix, salt=salt))
+
     server.synchronize()
     began = time.perf_counter()
     try:
-        while waiting or flying:
-            while waiting and len(flying) < spec.in_flight:
+        while waiting or coming or decoding:
+            while waiting and len(coming) + len(decoding) < spec.in_flight:
                 request = waiting.popleft()
                 mine = EVERYBODY if request.hit else salt
-                flying.append((request, server.admit(request.prompt, contender, room=spec.new_tokens, salt=mine)))
-            request, cache = flying.popleft()
-            with cache:
+                cache = server.admit(request.prompt, contender, room=spec.new_tokens, salt=mine)
                 fetched += cache.get_seq_length()
-                results.append(_answer(server, request, cache, spec.new_tokens))
-                if contender.store is not None and not request.hit:
-                    moves.append(server.store.keep(cache, request.prompt[: spec.serve_tokens], salt=salt))
+                coming.append(_Flight(request, cache, spec.new_tokens - 1))
+            if flight := _next(coming, is_urgent=not decoding):
+                coming.remove(flight)
+                decoding.append(flight)
+                logits = server.compute(flight.request.prompt, flight.cache)
+                firsts[id(flight.request)] = Landing(logits)
+                flight.last = logits.argmax()
+            rounds.append(Landing(_decode(server, decoding)))
+            for flight in [flight for flight in decoding if not flight.left]:
+                leave(flight)
+            if len(rounds) > 1:
+                rounds.popleft().wait()
+        for landing in (*rounds, *firsts.values()):
+            landing.wait()
     finally:
-        for _, cache in flying:
-            cache.close()
+        for flight in (*coming, *decoding):
+            flight.cache.close()
     entry.seconds.append(time.perf_counter() - began)
     for move in moves:
         move.wait(TIMEOUT_S)
     entry.fetched = fetched
-    for request, logits in zip(requests, results, strict=True):
+    for request in requests:
+        logits = firsts[id(request)].wait()
         if request.whole is None:
             request.whole = logits
         stepped = request.whole if contender.fetch is None else request.stepped
@@ -130,12 +160,23 @@ def _serve(spec: Spec, server: Server, requests: list[Request], entry: _Entry, *
         entry.likeness.add(logits, request.whole, stepped)
 
 
-def _answer(server: Server, request: Request, cache: PagedCache, new_tokens: int) -> torch.Tensor:
-    """Computes and decodes a request; the logits of its first token."""
-    first = logits = server.first(request.prompt, cache)
-    for _ in range(new_tokens - 1):
-        logits = server.step(np.array([int(logits.argmax())]), cache)
-    return first
+def _decode(server: Server, flights: list[_Flight]) -> torch.Tensor:
+    """One more token of each that wants one; the last tokens of all."""
+    if going := [flight for flight in flights if flight.left]:
+        logits = server.decode(_last(going), [flight.cache for flight in going])
+        for flight, token in zip(going, logits.argmax(1), strict=True):
+            flight.last, flight.left = token, flight.left - 1
+    return _last(flights)
+
+
+def _last(flights: list[_Flight]) -> torch.Tensor:
+    return torch.stack([flight.last for flight in flights if flight.last is not None])
+
+
+def _next(coming: list[_Flight], *, is_urgent: bool) -> _Flight | None:
+    """Whose prompt is computed next: of the first whose prefix is there. It is waited for if nothing else is to do."""
+    here = next((flight for flight in coming if flight.cache.has_arrived), None)
+    return here or (coming[0] if is_urgent and coming else None)
 
 
 def _row(spec: Spec, entry: _Entry, hit_rate: float, requests: list[Request]) -> Row:
@@ -147,7 +188,8 @@ def _row(spec: Spec, entry: _Entry, hit_rate: float, requests: list[Request]) ->
     return {
         "section": SECTION, "tokens": spec.serve_tokens, "suffix_tokens": spec.suffix_tokens,
         "new_tokens": spec.new_tokens, "hit_rate": hit_rate, "num_hits": hits, "num_requests": len(requests),
-        "in_flight": spec.in_flight, "contender": entry.contender.name, "path": entry.contender.path,
+        "in_flight": spec.in_flight, "decoded": "together" if spec.graphs else "one by one",
+        "contender": entry.contender.name, "path": entry.contender.path,
         "fetched_tokens": entry.fetched, "requests_per_s": len(requests) / seconds if right else None,
         "time_us": round(seconds * 1e6 / len(requests), 1) if right else None,
         "passes_s": [round(s, 4) for s in entry.seconds], "iterations": len(entry.seconds), **found, "correct": right,

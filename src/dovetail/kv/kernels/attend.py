@@ -16,6 +16,7 @@ def attend_kernel(
     token_stride,
     tokens,
     rows,
+    row_stride,
     positions,
     found,
     weights,
@@ -27,6 +28,7 @@ def attend_kernel(
     PARTS: tl.constexpr,
     TILE: tl.constexpr,
     KEYS: tl.constexpr,
+    APART: tl.constexpr,
 ):
     """One part of the tokens for a tile of queries of one head of K and V.
 
@@ -34,14 +36,24 @@ def attend_kernel(
     by side, [2, NUM_HEADS, WIDTH], and token n is number rows[n]. Query token s sees tokens up to positions[s]; the
     last position is the largest. Writes, for each part, head and query (s * GROUP + member), the mean of V into
     `found` and the base-2 logarithm of the sum of its weights into `weights`. `scale` includes the logarithm of e.
+
+    APART: each query token is of a sequence of its own, and tiles are of one: the tokens of sequence s are numbers
+    rows[s * row_stride + n], and no position need be the largest.
     """
     tile, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    query, width = tile * TILE + tl.arange(0, TILE), tl.arange(0, WIDTH)
-    there, token, member = query < NUM_TOKENS * GROUP, query // GROUP, query % GROUP
+    lane, width = tl.arange(0, TILE), tl.arange(0, WIDTH)
+    if APART:
+        TILES: tl.constexpr = (GROUP + TILE - 1) // TILE
+        last, member = tile // TILES, tile % TILES * TILE + lane
+        there, token, query = member < GROUP, lane * 0 + last, last * GROUP + member
+        rows += last.to(tl.int64) * row_stride
+    else:
+        query, last = tile * TILE + lane, NUM_TOKENS - 1
+        there, member, token = query < NUM_TOKENS * GROUP, query % GROUP, query // GROUP
     at = queries + (head * GROUP + member).to(tl.int64) * head_stride + token.to(tl.int64) * token_stride
     mine = tl.load(at[:, None] + width[None, :], mask=there[:, None], other=0.0)
     position = tl.load(positions + token, mask=there, other=0)
-    number = tl.load(positions + NUM_TOKENS - 1) + 1
+    number = tl.load(positions + last) + 1
     share = tl.cdiv(tl.cdiv(number, KEYS), PARTS) * KEYS
     end = tl.minimum((part + 1) * share, tl.max(position, 0) + 1)
     largest = tl.full([TILE], float("-inf"), tl.float32)

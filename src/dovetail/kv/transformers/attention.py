@@ -40,7 +40,7 @@ class Unfit(NotSupported):
 
 
 class Context:
-    """Tokens that a step sees: token n is number rows[n] of a memory; query s sees those up to positions[s]."""
+    """Tokens that a step sees: those of `rows`, in a memory; query s sees them up to positions[s] (see `attend`)."""
 
     def __init__(self, memory: PagedMemory, rows: torch.Tensor, positions: torch.Tensor) -> None:
         self.memory, self.rows, self.positions = memory, rows, positions
@@ -137,7 +137,11 @@ def _forward(
 def attend(
     queries: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Queries [heads, S, D] over `tokens` [any, 2, H, D], of which rows[n] is token n; [S, heads, D]."""
+    """Queries [heads, S, D] over `tokens` [any, 2, H, D]; [S, heads, D].
+
+    `rows` is [1, C], and rows[0, n] is token n of the sequence that all queries are of; or [S, C], and query s is of
+    the sequence whose token n is rows[s, n].
+    """
     from dovetail.kv.kernels.attend import attend_kernel, merge_kernel
 
     num_query_heads, num_tokens, width = queries.shape
@@ -145,9 +149,11 @@ def attend(
     group = num_query_heads // num_heads
     if queries.stride(2) != 1:
         queries = queries.contiguous()
+    apart = len(rows) > 1
     most = _MOST_TILE if width < _WIDE else _MOST_TILE // 2
-    tile = min(most, max(_LEAST_TILE, 1 << (num_tokens * group - 1).bit_length()))
-    tiles = -(-num_tokens * group // tile)
+    together = group if apart else num_tokens * group
+    tile = min(most, max(_LEAST_TILE, 1 << (together - 1).bit_length()))
+    tiles = -(-together // tile) * (num_tokens if apart else 1)
     parts = num_parts(tiles * num_heads, tokens.device)
     same: dict[str, Any] = {
         "NUM_TOKENS": num_tokens, "NUM_HEADS": num_heads, "GROUP": group, "WIDTH": width, "PARTS": parts
@@ -156,8 +162,9 @@ def attend(
     found = torch.empty((*size, width), dtype=torch.float32, device=tokens.device)
     weights = torch.empty(size, dtype=torch.float32, device=tokens.device)
     attend_kernel[(tiles, num_heads, parts)](
-        queries, queries.stride(0), queries.stride(1), tokens, rows, positions, found, weights,
-        scale * math.log2(math.e), **same, TILE=tile, KEYS=_KEYS, num_warps=4, num_stages=3 if width < _WIDE else 2,
+        queries, queries.stride(0), queries.stride(1), tokens, rows, rows.stride(0), positions, found, weights,
+        scale * math.log2(math.e), **same, TILE=tile, KEYS=_KEYS, APART=apart, num_warps=4,
+        num_stages=3 if width < _WIDE else 2,
     )  # fmt: skip
     out = torch.empty((num_tokens, num_query_heads, width), dtype=queries.dtype, device=tokens.device)
     merge_kernel[(num_tokens, num_query_heads)](found, weights, out, **same)

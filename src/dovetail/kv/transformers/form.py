@@ -1,9 +1,11 @@
 """The form of a step: so many tokens, room for so many in all, and a graph that computes it.
 
 Ids, positions and the places of tokens are read from buffers, so one graph serves all requests of a size, in whatever
-blocks they lie. Owns those buffers, the capture, and the cache that the model is given meanwhile.
+blocks they lie. The tokens of a step follow each other in one sequence; or they are *apart*, each behind a sequence of
+its own: to the model they are one row of tokens all the same, only attention and places tell them apart. Owns those
+buffers, the capture, and the cache that the model is given meanwhile.
 
-Legend: S tokens of a step, C tokens that a form has room for, H heads, D their width.
+Legend: S tokens of a step, N sequences (1 or S), C tokens of each that a form has room for, H heads, D their width.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -72,7 +74,7 @@ def _no_collection() -> Iterator[None]:
 
 
 class Form:
-    """A step of S tokens with room for C: its buffers, and its graph once it has one."""
+    """A step of S tokens of N sequences: its buffers, and its graph once it has one."""
 
     def __init__(
         self,
@@ -83,36 +85,49 @@ class Form:
         *,
         num_tokens: int,
         room: int,
+        apart: bool,
         paged: bool,
     ) -> None:
         """`forward` is that of the model; without a recorder there is no graph; `paged`: attention is over blocks."""
         device = memory.device
-        self.memory, self.room, self.num_tokens, self.paged = memory, room, num_tokens, paged
+        self.memory, self.room, self.num_tokens, self.apart, self.paged = memory, room, num_tokens, apart, paged
         self._model, self._forward, self._recorder = model, forward, recorder
         with torch.inference_mode(False):
             self._ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
             self._positions = torch.zeros_like(self._ids)
-            self._rows = torch.zeros(room, dtype=torch.int64, device=device)  # where each token lies
+            size = (num_tokens if apart else 1, room)
+            self._rows = torch.zeros(size, dtype=torch.int64, device=device)  # [N, C]: where each token lies
             self._order = None if self.paged else torch.arange(room, device=device)
         self._cache = Cache(layers=[FormLayer(self, n) for n in range(memory.shape.num_layers)])
         self.graph: Any = None
         self.ended: Any = None  #: of the last run
         self.arrivals: order.Arrivals | None = None
-        self.logits: torch.Tensor | None = None  #: of the graph
+        self.logits: torch.Tensor | None = None  #: of the graph, [N, words]
+        self._filled: list[Any] = [None] * len(self._rows)  # weak: whose places the rows are
         #: Within `compute`: where the new tokens go, where all are read, and what attention is over.
         self.places, self.seen = self._rows, self._rows
         self.context: attention.Context | None = None
 
-    def fill(self, ids: torch.Tensor, begin: int, rows: torch.Tensor) -> None:
-        """What the next run computes. Its last token is there as often as the form has room for more."""
+    def fill(self, ids: torch.Tensor, positions: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
+        """What the next run computes. Its last token is there as often as the form has room for more.
+
+        Args:
+            positions: of each token.
+            rows: of each sequence, where its tokens lie, on the device; they don't change.
+        """
         device, count = self.memory.device, len(ids)
         self._ids[:count].copy_(pinned(ids, device), non_blocking=True)
         if count < self.num_tokens:
             self._ids[count:].copy_(self._ids[count - 1])
-        positions = np.minimum(np.arange(begin, begin + self.num_tokens), begin + count - 1)
-        self._positions.copy_(pinned(torch.from_numpy(positions), device), non_blocking=True)
-        known = min(self.room, len(rows))
-        self._rows[:known].copy_(rows[:known])
+        where = np.full(self.num_tokens, positions[-1], np.int64)
+        where[:count] = positions
+        self._positions.copy_(pinned(torch.from_numpy(where), device), non_blocking=True)
+        for n, filled in enumerate(self._filled):
+            mine = rows[min(n, len(rows) - 1)]
+            if filled is None or filled() is not mine:
+                known = min(self.room, len(mine))
+                self._rows[n, :known].copy_(mine[:known])
+                self._filled[n] = weakref.ref(mine)
 
     def expect(self, parts: list[tuple[int, Transfer]]) -> None:
         """What the next run computes comes behind these, each layer behind its own if the last run is over."""
@@ -128,7 +143,7 @@ class Form:
         return self.ended is None or bool(self.ended.query())
 
     def run(self) -> torch.Tensor:
-        """Computes what was filled in; the logits of the last token, until the next graph runs."""
+        """Computes what was filled in; the logits of the last token of each sequence, until the next graph runs."""
         if self.graph is None:
             logits = self.compute()  # also what a first run makes for later ones
             if self._recorder is not None:
@@ -147,24 +162,28 @@ class Form:
     def compute(self) -> torch.Tensor:
         """The step itself: launches, or is captured."""
         positions, dtype = self._positions, self.memory.shape.dtype
-        self.places = self._rows.index_select(0, positions)
+        self.places = self._rows.expand(len(positions), -1).gather(1, positions.unsqueeze(1)).squeeze(1)
         if self.paged:
             self.context = attention.Context(self.memory, self._rows, positions)
             with attention.over(self.context, self._model):
                 return self._logits_of(self.context.mask)
         assert self._order is not None
         # Behind the last token the first one is read again: it is a number, and its weight is 0.
-        self.seen = torch.where(self._order <= positions[-1], self._rows, self._rows[0])
+        visible = self._order <= positions.unsqueeze(1)  # [S, C]
+        self.seen = torch.where(visible if self.apart else visible[-1:], self._rows, self._rows[:, :1]).flatten()
         hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=positions.device)
-        mask = torch.where(self._order <= positions.unsqueeze(1), torch.zeros_like(hidden), hidden)  # [S, C]
+        if self.apart:  # [S, S * C]: each sees its own sequence
+            own = torch.eye(len(positions), dtype=torch.bool, device=positions.device)
+            visible = (own.unsqueeze(2) & visible.unsqueeze(1)).flatten(1)
+        mask = torch.where(visible, torch.zeros_like(hidden), hidden)
         return self._logits_of(mask.view(1, 1, *mask.shape))
 
     def _logits_of(self, mask: torch.Tensor) -> torch.Tensor:
         out = self._forward(
             input_ids=self._ids.unsqueeze(0), attention_mask=mask, position_ids=self._positions.unsqueeze(0),
-            past_key_values=self._cache, use_cache=True, logits_to_keep=1,
+            past_key_values=self._cache, use_cache=True, logits_to_keep=len(self._rows),
         )  # fmt: skip
-        return cast(torch.Tensor, out.logits[0, -1].float())
+        return cast(torch.Tensor, out.logits[0, -len(self._rows) :].float())
 
 
 class FormLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -182,7 +201,7 @@ class FormLayer(CacheLayerMixin):  # type: ignore[misc]
         """Nothing to do: the memory is there."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Pair:
-        """[1, H, S, D] each; K and V of all tokens, [1, H, C, D], unless attention reads them where they lie."""
+        """[1, H, S, D] each; K and V of all tokens, [1, H, N * C, D], unless attention reads them where they lie."""
         form = self._form
         form.arrive(self._index)
         tokens, words = form.memory.tokens[self._index], form.memory.words[self._index]
@@ -196,7 +215,7 @@ class FormLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(tokens of K and V, where they begin)."""
-        return self._form.room, 0
+        return self.get_max_length(), 0
 
     def get_seq_length(self) -> int:
         """Not known here: positions are given."""
@@ -204,7 +223,7 @@ class FormLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_max_length(self) -> int:
         """All that there is room for."""
-        return cast(int, self._form.room)
+        return cast(int, self._form.room * (self._form.num_tokens if self._form.apart else 1))
 
 
 def pinned(given: torch.Tensor, device: torch.device) -> torch.Tensor:

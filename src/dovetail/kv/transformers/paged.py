@@ -105,6 +105,11 @@ class PagedCache(Cache):  # type: ignore[misc]
             layer.length = num_tokens
 
     @property
+    def has_arrived(self) -> bool:
+        """False while a fetch into it is under way: a step would wait for it."""
+        return all(part.is_over() for _, part in self.pages.expected())
+
+    @property
     def blocks(self) -> list[int]:
         """Of the first sequence, in order."""
         return self.pages.blocks[0]

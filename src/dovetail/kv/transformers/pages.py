@@ -27,6 +27,7 @@ class Pages:
         self.memory, self.num_sequences = memory, num_sequences
         self.blocks: list[list[int]] = [[] for _ in range(num_sequences)]
         self._rows = torch.zeros((num_sequences, 0), dtype=torch.int64)  # [N, tokens]: where each token lies
+        self._first = self._rows[0]
         self._begin: int | None = None  # the first token, if the blocks of one sequence follow each other
         self._expected: dict[int, Transfer] = {}  # layer -> the part of a fetch that brings it
         self.moves: list[Move] = []  #: fetches and stores of these blocks that were begun
@@ -48,7 +49,7 @@ class Pages:
         rows = torch.from_numpy((ids[..., None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)).reshape(len(ids), -1))
         if self.memory.device.type == "cuda":  # pinned: a pageable copy would wait for the stream
             rows = rows.pin_memory().to(self.memory.device, non_blocking=True)
-        self._rows = rows
+        self._rows, self._first = rows, rows[0]
         together = len(ids) == 1 and bool((np.diff(ids[0]) == 1).all())
         self._begin = int(ids[0, 0]) * BLOCK_TOKENS if together else None
 
@@ -77,12 +78,12 @@ class Pages:
     def enter(self, begin: int, end: int) -> torch.Tensor:
         """Room for the tokens from `begin` to `end`, in all layers; they are written behind stores that read there.
 
-        Returns where the tokens of the first sequence lie, on the device; raises `CacheFull` and changes nothing if
-        there are too few blocks.
+        Returns where the tokens of the first sequence lie, on the device: the same tensor until there are more blocks.
+        Raises `CacheFull` and changes nothing if there are too few.
         """
         self.reserve(end)
         self._behind_stores(begin)
-        return self._rows[0]
+        return self._first
 
     @property
     def is_expecting(self) -> bool:

@@ -12,14 +12,13 @@ import functools
 import inspect
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
 
 from dovetail.errors import NotSupported
 from dovetail.kv.models import BLOCK_TOKENS
-from dovetail.kv.mover import Transfer
 from dovetail.kv.transformers import attention
 from dovetail.kv.transformers.form import Form, Recorder, pinned
 from dovetail.kv.transformers.memory import PagedMemory
@@ -28,7 +27,7 @@ from dovetail.kv.transformers.prefix import Tokens, row_of
 
 logger = logging.getLogger(__name__)
 
-_LEAST_ROOM = 256
+_LEAST_ROOM, _LEAST_APART = 256, 4096
 _PARTS = 8  # forms to each doubling of the room: what is read in vain is an eighth at most
 _ATTENTION = ("sdpa", "eager")  # those that a mask of numbers can be given to
 #: Rotary embeddings that look at positions from the host, in one version of transformers or another.
@@ -90,7 +89,7 @@ class Steps:
         self.paged = fits if paged is None else paged
         self._asked = paged
         self._forward = model.forward  # as it was before `generating`
-        self._forms: OrderedDict[tuple[int, int], Form] = OrderedDict()
+        self._forms: OrderedDict[tuple[int, int, bool], Form] = OrderedDict()
         rope = getattr(config, "rope_parameters", None) or {}
         can_capture = memory.device.type == "cuda" and not torch.version.hip  # not yet run with HIP
         captures = graphs and can_capture and rope.get("rope_type") not in _HOST_ROPE
@@ -105,48 +104,91 @@ class Steps:
             CacheFull: there are too few blocks; nothing has changed.
             NotSupported: the model can't be captured; the cache has as many tokens as before.
         """
-        if cache.pages.num_sequences != 1 or cache.pages.memory is not self.memory:
-            raise ValueError("steps are for caches of one sequence, in blocks of their own memory")
+        self._check(cache)
         ids = _row(token_ids)
         if not len(ids):
             raise ValueError("a step has at least one token")
         with _current(self.memory.device):
             with torch.inference_mode():
-                logits = self._whole(ids, cache) if len(ids) > self.most_tokens else self._short(ids, cache)
+                logits = self._whole(ids, cache) if len(ids) > self.most_tokens else self._short(ids, [cache])[0]
             return logits.clone()  # the next graph writes there too; and not a tensor of inference mode
 
-    def _short(self, ids: torch.Tensor, cache: PagedCache) -> torch.Tensor:
-        begin, end = cache.get_seq_length(), cache.get_seq_length() + len(ids)
-        rows = cache.pages.enter(begin, end)
+    def decode(self, token_ids: Tokens, caches: Sequence[PagedCache]) -> torch.Tensor:
+        """Computes one more token of each of several requests at once: `token_ids[n]` behind what `caches[n]` has.
+
+        The model's weights are read once for all of them, so it takes hardly longer than one. Returns the logits,
+        [requests, words] in float32: those of each request alone, but for rounding.
+
+        Raises:
+            ValueError: not a token for each cache, none, more than `most_tokens`, a cache that is there twice, or one
+                as of a step; nothing has changed.
+            CacheFull: there are too few blocks; the caches have as many tokens as before.
+            NotSupported: the model can't be captured; as many tokens too.
+        """
+        ids = _row(token_ids)
+        if not 1 <= len(ids) == len(caches) <= self.most_tokens:
+            found = f"{len(ids)} tokens and {len(caches)} caches"
+            raise ValueError(f"decoding needs a token for each of 1 to {self.most_tokens} caches, not {found}")
+        if len({id(cache) for cache in caches}) < len(caches):
+            raise ValueError("a cache is there twice: each request has one")
+        for cache in caches:
+            self._check(cache)
+        with _current(self.memory.device):
+            with torch.inference_mode():
+                logits = self._short(ids, caches)
+            return logits[: len(ids)].clone()
+
+    def _check(self, cache: PagedCache) -> None:
+        if cache.pages.num_sequences != 1 or cache.pages.memory is not self.memory:
+            raise ValueError("steps are for caches of one sequence, in blocks of their own memory")
+        if not cache.pages.is_open:
+            raise ValueError("the cache is closed: make a new one")
+
+    def _short(self, ids: torch.Tensor, caches: Sequence[PagedCache]) -> torch.Tensor:
+        """Tokens of one cache, or one of each of several; the logits of the last token of each, and perhaps more."""
+        each = len(ids) if len(caches) == 1 else 1
+        begins = [cache.get_seq_length() for cache in caches]
+        rows = [cache.pages.enter(begin, begin + each) for cache, begin in zip(caches, begins, strict=True)]
+        positions = [begin + n for begin in begins for n in range(each)]
         try:
-            logits = self._run(ids, begin, rows, cache.pages.expected())
+            logits = self._run(ids, positions, rows, caches)
         except attention.Unfit as error:
             if self._asked:
                 raise
             logger.info("%s: its own attention is used", error)
             self.paged, self._forms = False, OrderedDict()
-            logits = self._run(ids, begin, rows, cache.pages.expected())
-        cache.pages.all_arrived()
-        cache.begin_at(end)
+            logits = self._run(ids, positions, rows, caches)
+        for cache, begin in zip(caches, begins, strict=True):
+            cache.pages.all_arrived()
+            cache.begin_at(begin + each)
         return logits
 
     def _run(
-        self, ids: torch.Tensor, begin: int, rows: torch.Tensor, parts: list[tuple[int, Transfer]]
+        self, ids: torch.Tensor, positions: list[int], rows: list[torch.Tensor], caches: Sequence[PagedCache]
     ) -> torch.Tensor:
-        room = self.memory.num_blocks * BLOCK_TOKENS if self.paged else _room(begin + len(ids))
-        key = _octave(len(ids)), room
+        number, apart = _octave(len(ids)), len(caches) > 1
+        key = number, self._room_for(max(positions) + 1, apart=apart), apart
         form = self._forms.pop(key, None) or Form(
-            self.model, self._forward, self.memory, self._recorder, num_tokens=key[0], room=room, paged=self.paged
-        )
+            self.model, self._forward, self.memory, self._recorder,
+            num_tokens=number, room=key[1], apart=apart, paged=self.paged,
+        )  # fmt: skip
         self._forms[key] = form
-        form.fill(ids, begin, rows)
-        form.expect(parts)
+        form.fill(ids, positions, rows)
+        parts = [part for cache in caches for part in cache.pages.expected()]
+        form.expect(sorted(parts, key=lambda part: part[0]))
         logits = form.run()
         if (extra := len(self._forms) - self.most_forms) > 0:  # behind the capture: graphs share memory with the last
             over = [old for old, other in self._forms.items() if other is not form and other.is_over()]
             for old in over[:extra]:
                 del self._forms[old]
         return logits
+
+    def _room_for(self, count: int, *, apart: bool) -> int:
+        """Tokens that a form has room for, in each of its sequences. Over blocks it costs only the table of places."""
+        if not self.paged:
+            return _room(count)
+        every = self.memory.num_blocks * BLOCK_TOKENS
+        return min(every, max(_octave(count), _LEAST_APART)) if apart else every
 
     @contextlib.contextmanager
     def generating(self) -> Iterator[None]:
