@@ -24,7 +24,7 @@ _HITS = {"cpu": "0.5,1", "cuda": "0.5,0.9,1"}
 _QUICK_HIT = "1"
 _CACHE = {"cpu": "256M", "cuda": "16G"}
 _SERVE_TOKENS = {"cpu": 512, "cuda": 8192}
-_REQUESTS = {"cpu": 8, "cuda": 16}
+_REQUESTS, _IN_FLIGHT = {"cpu": 8, "cuda": 24}, {"cpu": 4, "cuda": 8}
 _STEPS = {"cpu": "plain", "cuda": "graph"}
 
 
@@ -36,6 +36,7 @@ class Asked:
     tokens: str | None
     hit: str | None
     requests: int | None
+    in_flight: int | None
     new: int | None
     offload: str | None
     cache: str | None
@@ -97,6 +98,7 @@ def _spec(asked: Asked, backend: str) -> Spec:
         contenders=names,
         serve_tokens=_SERVE_TOKENS[backend],
         num_requests=_REQUESTS[backend] if asked.requests is None else asked.requests,
+        in_flight=_IN_FLIGHT[backend] if asked.in_flight is None else asked.in_flight,
         new_tokens=4 if asked.new is None else asked.new,
         offload_tokens=tuple(parse_bytes(word) for word in asked.offload.split(",")) if asked.offload else (),
         rounds=asked.rounds or (2 if asked.quick else 5),

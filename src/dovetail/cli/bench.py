@@ -114,6 +114,7 @@ def bench(
     model: Annotated[str | None, _OF_SERVE(help="llama-8b, llama-8b-tp4 (16 KB pages), tiny.")] = None,
     hit: Annotated[str | None, _OF_SERVE(help="Shares of requests whose prefix is kept.")] = None,
     requests: Annotated[int | None, _OF_SERVE(help="How many are served in a pass.")] = None,
+    in_flight: Annotated[int | None, _OF_SERVE(help="How many of them at a time: 4; cuda 8.")] = None,
     new: Annotated[int | None, _OF_SERVE(help="Tokens to decode of each request: 4.")] = None,
     offload: Annotated[str | None, _OF_SERVE(help="Also contexts in host memory, in tokens.")] = None,
     steps: Annotated[str | None, _OF_SERVE(help="Short steps: graph (cuda), or plain (cpu).")] = None,
@@ -153,7 +154,7 @@ def bench(
     kv: dict[str, Any] = {"layout": layout, "tokens": tokens, "cache": cache, "path": path, "outermost": outermost}
     kv |= {"direction": direction, "beside": beside}
     serving: dict[str, Any] = {"model": model, "hit": hit, "requests": requests, "new": new, "offload": offload}
-    serving |= {"steps": steps}
+    serving |= {"steps": steps, "in_flight": in_flight}
     paired: dict[str, Any] = {"suite": suite, "scenario": scenario, "strategy": strategy, "plot": plot}
     paired |= {"least": least, "cost": cost or None}
     fused: dict[str, Any] = {"op": op, "transport": transport, "ablate": ablate or None}
@@ -258,7 +259,7 @@ def bench(
 def _refuse(given: dict[str, bool], others: str) -> None:
     """Raise `ValueError` for an option that is given and belongs to `others`."""
     for option in (name for name, is_given in given.items() if is_given):
-        raise ValueError(f"--{option} is for {others}")
+        raise ValueError(f"--{option.replace('_', '-')} is for {others}")
 
 
 def _refuse_blank(given: dict[str, Any]) -> None:
