@@ -62,7 +62,28 @@ def run(name: str) -> str:
             if error > 1e-3:
                 return f"{name} to {end}: off by {error}"
             begin = end
+        if error := together(steps, made, ids):
+            return f"{name}: {error}"
     return "right" if steps.paged is paged else f"{name}: paged is {steps.paged}"
+
+
+def together(steps: Any, made: Any, ids: torch.Tensor) -> str:
+    """Three requests of different lengths, decoded at once."""
+    from dovetail.kv.transformers import PagedCache
+
+    lengths = [30, 5, 47]
+    caches = [PagedCache(steps.memory) for _ in lengths]
+    for cache, length in zip(caches, lengths, strict=True):
+        steps(ids[:, :length], cache)
+    for turn in range(3):
+        found = steps.decode(ids[0, [length + turn for length in lengths]], caches)
+        right = torch.stack([made(input_ids=ids[:, : length + turn + 1]).logits[0, -1] for length in lengths])
+        error = (found - right).abs().nan_to_num(float("inf")).max().item()
+        if error > 1e-3:
+            return f"together, turn {turn}: off by {error}"
+    for cache in caches:
+        cache.close()
+    return ""
 
 
 def threads(steps: Any, made: Any, ids: torch.Tensor) -> str:
