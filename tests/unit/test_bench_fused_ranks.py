@@ -15,7 +15,7 @@ from dovetail import cli, profile
 from dovetail.bench.baselines import fbgemm
 from dovetail.bench.fused import cases, grid, tune, verdict
 from dovetail.bench.fused.ranks import RankSpec, spec_of, tune_spec
-from dovetail.measure import machine
+from dovetail.measure import evidence, machine
 from dovetail.ops import calls, choose
 
 Row = dict[str, Any]
@@ -323,14 +323,20 @@ def test_figures_of_another_gpu_go_when_this_one_is_measured(tmp_path: Path, mon
         return found
 
     mine = row(unfused=100, store=80) | {"backend": "cuda"}
-    tune.save([mine | {"ranks": 4}], "NVIDIA A100")
+    old, new = {"device": "NVIDIA A100"}, {"device": "NVIDIA H200", "collectives": "torch"}
+    tune.save([mine | {"ranks": 4}], old)
     tune.save([row(unfused=100, store=80)])
     assert set(saved()["cuda"][grid.GEMM]) == {"4"}
-    tune.save([mine], "NVIDIA H200")
+    tune.save([mine], new)
     assert saved()["cuda"]["device"] == "NVIDIA H200"
     assert set(saved()["cuda"][grid.GEMM]) == {"2"}
-    tune.save([mine | {"ranks": 4}], "NVIDIA H200")
+    tune.save([mine | {"ranks": 4}], new)
     assert set(saved()["cuda"][grid.GEMM]) == {"2", "4"}
+    evidence.save(evidence.SELFTEST, "cuda", {"passed": True})
+    assert tune.where("hip", "MI300X") == {"device": "MI300X", "collectives": "torch"}
+    tune.save([mine], tune.where("cuda", "NVIDIA H200"))
+    assert saved()["cuda"]["collectives"] == "ours"
+    assert set(saved()["cuda"][grid.GEMM]) == {"2"}
     assert "cpu" in saved()
 
 

@@ -97,6 +97,19 @@ def test_figures_of_another_gpu_do_not_count() -> None:
         assert reason in choice.reason
 
 
+def test_gains_over_collectives_of_torch_do_not_count_once_ours_are_in_force() -> None:
+    rows = {"2": [[*CALL.load, {"unfused": 9.0, "store": 1.0, "dma": 5.0}, "float32"]]}
+    for whose, passed, transport in (
+        ("torch", False, "store"), ("torch", True, "unfused"), ("ours", True, "store"), ("ours", False, "store"),
+    ):  # fmt: skip
+        tuned = {CALL.op: rows, "device": "NVIDIA H200", "collectives": whose}
+        told = {"fused": {"cuda": tuned}, "gpu": {"cuda": "NVIDIA H200"}, "selftest": {"cuda": {"passed": passed}}}
+        choice = transport_for(_group(told), CALL, "auto", "cuda")
+        assert choice.transport == transport
+        if transport == "unfused":
+            assert "the self-test of ours has passed since: measure again" in choice.reason
+
+
 ROWS = [
     [1_000, 100, {"unfused": 5.0, "store": 9.0, "dma": 30.0}],
     [70_000, 4_000, {"unfused": 50.0, "store": 20.0, "dma": 30.0}],

@@ -221,6 +221,7 @@ def tune(backend: str, ranks: list[int], budget_s: float, force: bool, json: Pat
     from dovetail.bench.fused import ranks as between
     from dovetail.bench.fused import tune as tuning
     from dovetail.cli.bench import progress_bar
+    from dovetail.ops import choose
 
     rows: list[Row] = []
     notes: list[str] = []
@@ -230,7 +231,11 @@ def tune(backend: str, ranks: list[int], budget_s: float, force: bool, json: Pat
             found = between.measure(spec, progress)
             rows += found.rows
             notes += [f"{number} ranks: {note}" for note in found.notes]
-    saved = tuning.save(rows, device)
+    where = tuning.where(backend, device) if device else None
+    if where and where[choose.COLLECTIVES] == choose.TORCHS:
+        said = "unfused ran on torch's collectives, and these figures hold until ours have passed the self-test"
+        notes.append(f"{said}: better run `dovetail doctor --selftest` first")
+    saved = tuning.save(rows, where)
     for line in tuning.lines(rows):
         print(line)
     print(f"profile: {saved}")

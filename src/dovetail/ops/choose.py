@@ -3,7 +3,8 @@
 The section "fused" of a profile is a table by backend, operator and number of ranks; each entry is a list of rows
 ``[operations, bytes, {transport: time_us}, dtype]``, one per measured shape; the dtype may be missing. A call takes
 what gained most over unfused at the shapes near it. Of GPUs the name stands beside the operators ("device"): figures
-of another one than rank 0's first do not count.
+of another one than rank 0's first do not count. So does whose collectives unfused ran on ("collectives"): those of
+torch are slower, and what gained over them says nothing once ours are in force.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from dovetail.ops import calls
 
 UNFUSED, DECOMPOSED, STORE, DMA = "unfused", "decomposed", "store", "dma"
 AUTO = "auto"
-DEVICE = "device"
+WHERE = DEVICE, COLLECTIVES = "device", "collectives"
+OURS, TORCHS = "ours", "torch"
+_TUNE = "`dovetail tune --only fused --backend cuda`"
 NAMES = (UNFUSED, DECOMPOSED, STORE, DMA)
 #: A transport is taken where it gains so much over unfused on the mean of shapes nearby, and has at least this share
 #: of its speed at each of them.
@@ -107,7 +110,10 @@ def _by_figures(told: dict[str, Any], call: calls.Call, ranks: int, has: tuple[s
         measured, here = tuned.get(DEVICE), told.get("gpu", {}).get(backend)
         if not table or measured != here:
             where = f"{here}, only on {measured}" if table else "this GPU"
-            return Choice(UNFUSED, f"nothing was measured on {where} (`dovetail tune --only fused --backend cuda`)")
+            return Choice(UNFUSED, f"nothing was measured on {where} ({_TUNE})")
+        if tuned.get(COLLECTIVES) == TORCHS and told.get("selftest", {}).get(backend, {}).get("passed"):
+            since = "unfused was measured with torch's collectives, and the self-test of ours has passed since"
+            return Choice(UNFUSED, f"{since}: measure again ({_TUNE})")
     return from_table(table, call, ranks, has)
 
 

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dovetail import env, profile
 from dovetail.errors import DovetailError
-from dovetail.measure import machine
+from dovetail.measure import evidence, machine
 from dovetail.ops import choose
 
 SECTION = "fused"
 Row = dict[str, Any]
 
 
-def section(rows: Iterable[Row], device: str = "") -> dict[str, Any]:
+def where(backend: str, device: str) -> dict[str, str]:
+    """What the figures of a GPU hold for: its name, and whose collectives unfused runs on."""
+    ours = evidence.found(evidence.SELFTEST, backend).get("passed")
+    return {choose.DEVICE: device, choose.COLLECTIVES: choose.OURS if ours else choose.TORCHS}
+
+
+def section(rows: Iterable[Row], where: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Backend, operator, number of ranks -> ``[operations, bytes, {transport: time_us}, dtype]`` of each shape.
 
     A wrong result has no time. A shape without a time of unfused tells nothing and is left out. Uneven splits have the
-    load (0, 0): what a rank does there must not depend on its own sizes. Of a GPU (`device`) the name stands beside.
+    load (0, 0): what a rank does there must not depend on its own sizes. What figures of a GPU hold for stands beside.
     """
     table: dict[str, dict[str, Any]] = {}
     for row in rows:
@@ -29,14 +35,14 @@ def section(rows: Iterable[Row], device: str = "") -> dict[str, Any]:
             entry = [row["operations"], row["size_bytes"], times, row["dtype"]]
             by_ranks.setdefault(str(row["ranks"]), []).append(entry)
     for of_backend in table.values():
-        of_backend |= {choose.DEVICE: device} if device else {}
+        of_backend |= where or {}
     return table
 
 
-def save(rows: Sequence[Row], device: str = "") -> Path:
+def save(rows: Sequence[Row], where: Mapping[str, str] | None = None) -> Path:
     """Writes the profile of this machine. An operator's figures for a number of ranks are replaced as a whole; all else
-    in the profile stays, except figures of another GPU than `device`."""
-    new = section(rows, device)
+    in the profile stays, except figures of the same backend that hold for something else."""
+    new = section(rows, where)
     if not new:
         raise DovetailError("nothing was measured within the budget; give more time")
     made = profile.Profile(key=machine.profile_key(), sections={SECTION: new})  # it says itself for how many ranks
@@ -44,7 +50,7 @@ def save(rows: Sequence[Row], device: str = "") -> Path:
     if old:
         for backend, figures in new.items():
             before = old.sections.get(SECTION, {})
-            if before.get(backend, {}).get(choose.DEVICE) != figures.get(choose.DEVICE):
+            if any(before.get(backend, {}).get(key) != figures.get(key) for key in choose.WHERE):
                 before.pop(backend, None)
     return profile.save(old.merged(made) if old else made)
 
