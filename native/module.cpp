@@ -15,6 +15,7 @@
 #include "tensors.h"
 #include "move.h"
 #include "pool.h"
+#include "product.h"
 #include "reduce.h"
 
 namespace nb = nanobind;
@@ -69,6 +70,15 @@ int meet(Caller& caller, const std::vector<uint64_t>& pointers, const std::vecto
   return status == static_cast<int>(Status::Done) && same ? kAsSeen : status;
 }
 
+constexpr int64_t kLongProduct = 1 << 18;  // multiplications: the interpreter is let go meanwhile
+void product(DType type, uint64_t x, uint64_t w, uint64_t out, int64_t rows, int64_t n, int64_t k, Isa isa = Isa::Avx512Bf16) {
+  const Product p{type, reinterpret_cast<const char*>(x), reinterpret_cast<const char*>(w), reinterpret_cast<char*>(out), rows, n, k};
+  if (!multiplies(type) || rows < 0 || n < 0 || k < 0) throw std::invalid_argument("no such product");
+  if (rows * n * k < kLongProduct) return multiply(p, isa);
+  nb::gil_scoped_release free;
+  multiply(p, isa);
+}
+
 // A call whose like was made before: this rank's parts to the peers' stages, then ranks meet; and what comes of the parts: their
 // sum, or one behind the other. A stage has two halves, used in turn.
 class Repeat {
@@ -94,6 +104,12 @@ class Repeat {
     const int status = send(source, half);
     if (status == kAsSeen) finish(out, own, half);
     return status;
+  }
+
+  // The product of x [rows, k] and w [n, k] goes to `whole`, which is the source; then `run`.
+  int multiply(uint64_t x, uint64_t w, uint64_t whole, int64_t rows, int64_t n, int64_t k, uint64_t out, uint64_t own, int half) {
+    product(dtype_, x, w, whole, rows, n, k);
+    return run(whole, out, own, half);
   }
 
   // All parts, added up in the order of ranks, this rank's being at `own`; or one behind the other.
@@ -179,6 +195,7 @@ NB_MODULE(_native, m) {
            "sums"_a, "dtype"_a)
       .def("send", &Repeat::send)
       .def("run", &Repeat::run)
+      .def("multiply", &Repeat::multiply)
       .def("finish", &Repeat::finish);
   nb::class_<Shapes>(m, "Shapes").def(nb::init<>()).def("add", &Shapes::add).def("find", &Shapes::find, "x"_a.none(), "w"_a.none());
   nb::class_<Counter>(m, "Counter")
@@ -223,6 +240,11 @@ NB_MODULE(_native, m) {
                                    static_cast<int>(num_rows.size()));
     return nb::make_tuple(static_cast<int>(wrong.kind), wrong.table, wrong.value);
   });
+  // x [m, k] times w [n, k], transposed; `isa` 0 to 3: no newer instruction set than base, AVX2, AVX-512, AVX-512 with bf16.
+  m.def("multiply", [](int dtype, uint64_t x, uint64_t w, uint64_t out, int64_t rows, int64_t n, int64_t k, int isa) {
+    product(static_cast<DType>(dtype), x, w, out, rows, n, k, static_cast<Isa>(isa));
+  }, "dtype"_a, "x"_a, "w"_a, "out"_a, "rows"_a, "n"_a, "k"_a, "isa"_a = static_cast<int>(Isa::Avx512Bf16));
+  m.def("most_rows", [](int dtype) { return most_rows(static_cast<DType>(dtype)); });
   m.def("set_streaming_bytes", [](uint64_t n) { streaming_bytes = n; });
   m.attr("STEP_BYTES") = sizeof(Step);
   m.attr("SOURCE_BYTES") = sizeof(Source);

@@ -1,3 +1,4 @@
+#include "isa.h"
 #include "pool.h"
 #include "reduce.h"
 
@@ -22,10 +23,8 @@ DECLARE_ISA(avx512)
 namespace {
 Kernels pick() {
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq"))
-    return {avx512::reduce_items, avx512::pool_bags};
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return {avx2::reduce_items, avx2::pool_bags};
+  if (best_isa() >= Isa::Avx512) return {avx512::reduce_items, avx512::pool_bags};
+  if (best_isa() == Isa::Avx2) return {avx2::reduce_items, avx2::pool_bags};
 #endif
   return {base::reduce_items, base::pool_bags};
 }

@@ -1,4 +1,4 @@
-"""Products on the CPU: 16-bit floats in fp32 where the CPU has no arithmetic for them, with the same result."""
+"""Products on the CPU: few rows by a kernel of ours, 16-bit floats in fp32 where the CPU has no arithmetic for them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+from dovetail.coll.dtypes import DTYPES
+from dovetail.hw.cpu import native
 from dovetail.ops.cpu import product
-from dovetail.ops.cpu.product import FEWEST_ROWS, is_long, mm, ready
+from dovetail.ops.cpu.product import FEWEST_ROWS, is_few, is_long, mm, ready
 
 HALVES = (torch.bfloat16, torch.float16)
+#: Those of the kernel, oldest first. A CPU that lacks one takes the newest that it has.
+INSTRUCTION_SETS = ("base", "avx2", "avx512", "avx512 with bf16")
 
 
 @pytest.mark.parametrize("without", [frozenset(), frozenset(HALVES)], ids=["has it", "has it not"])
@@ -72,3 +76,56 @@ def test_what_a_cpu_has(monkeypatch: pytest.MonkeyPatch, text: str | None, wante
         assert product.slow() == wanted
     finally:
         product.slow.cache_clear()
+
+
+def _multiplied(x: torch.Tensor, w: torch.Tensor, isa: int) -> torch.Tensor:
+    """By the kernel, into memory between two guards."""
+    (m, k), n = x.shape, w.shape[0]
+    around = torch.full((m * n + 2,), 7.0, dtype=x.dtype)
+    out = around[1:-1].view(m, n).fill_(float("nan"))
+    number = int(DTYPES[x.dtype])
+    native.load().multiply(number, x.data_ptr(), w.data_ptr(), out.data_ptr(), m, n, k, isa)
+    assert around[0] == around[-1] == 7.0
+    return out
+
+
+@pytest.mark.parametrize("isa", range(len(INSTRUCTION_SETS)), ids=INSTRUCTION_SETS)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@settings(max_examples=60, deadline=None)
+@given(some.integers(1, 11), some.integers(1, 19), some.integers(0, 150), some.integers(0, 3))
+def test_every_instruction_set_gives_the_product(isa: int, dtype: torch.dtype, m: int, n: int, k: int, at: int) -> None:
+    random = torch.Generator().manual_seed(m + 100 * n + 10_000 * k)
+    x, w = (torch.randn(rows * k + at, generator=random).to(dtype)[at:].view(rows, k) for rows in (m, n))
+    found = _multiplied(x, w, isa)
+    bits = torch.finfo(dtype).eps
+    torch.testing.assert_close(found.double(), x.double() @ w.double().t(), rtol=2 * bits, atol=2e-7 * max(k, 1))
+    alone = torch.cat([_multiplied(row, w, isa) for row in x.split(1)])
+    assert torch.equal(found, alone), "a row's bits depend on the others"
+    assert torch.equal(found, torch.cat([_multiplied(x, part, isa) for part in w.split(3)], 1))
+
+
+@pytest.mark.parametrize("isa", range(len(INSTRUCTION_SETS)), ids=INSTRUCTION_SETS)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("at", [0, 31, 32, 70])
+def test_what_is_no_number_stays_so(isa: int, dtype: torch.dtype, at: int) -> None:
+    x, w = torch.ones((3, 71), dtype=dtype), torch.ones((5, 71), dtype=dtype)
+    x[1, at], w[2, at] = float("nan"), float("inf")
+    found = _multiplied(x, w, isa).float()
+    wanted = torch.full((3, 5), 71.0)
+    wanted[:, 2], wanted[1] = float("inf"), float("nan")
+    torch.testing.assert_close(found, wanted, equal_nan=True)
+
+
+def test_who_multiplies_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product, "_most_rows", {torch.float32: 4, torch.float64: 0}.__getitem__)
+    small, large = torch.empty(64, 1024), torch.empty(1024, 1024)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert [is_few(large, rows) for rows in (0, 1, 4, 5)] == [False, True, True, False]
+        assert not is_few(large.double(), 1)
+        torch.set_num_threads(2)  # torch's product has both of them
+        assert not is_few(large, 1)
+        assert is_few(small, 4)
+    finally:
+        torch.set_num_threads(threads)

@@ -48,15 +48,16 @@ class Ends(Protocol):
 
 class Repeat:
     """A call like one that was made before, in few steps: `send`, then `finish(out, own, half)`, its native part; or
-    both by `run`.
+    both by `run`, or with the product itself by `multiply`.
 
     That adds up everybody's parts at address `out`, this rank's being at `own`; or puts them there one after the other.
     """
 
-    __slots__ = ("_group", "_run", "_said", "_send", "_stages", "finish")
+    __slots__ = ("_group", "_multiply", "_run", "_said", "_send", "_stages", "finish")
 
     def __init__(self, group: OpsGroup, made: Any, said: tuple[bytes, str, Sequence[int]]) -> None:
         self._group, self._send, self._run, self.finish = group, made.send, made.run, made.finish
+        self._multiply = made.multiply
         self._said, self._stages = said, (group.plain, group.stage_epoch, group.group.timeout_s)
 
     @property
@@ -86,12 +87,18 @@ class Repeat:
 
     def run(self, source: int, out: int, own: int) -> None:
         """`send`, then `finish`."""
-        group = self._group
-        half = group.meetings & 1
-        status = self._run(source, out, own, half)
-        group.meetings += 1
+        half = self.half
+        self._end(self._run(source, out, own, half), out, own, half)
+
+    def multiply(self, product: tuple[int, int, int], sizes: tuple[int, int, int], out: int, own: int) -> None:
+        """`run`, whose source is made first: the product (x, w, where it goes), of sizes (rows of x, of w, k)."""
+        half = self.half
+        self._end(self._multiply(*product, *sizes, out, own, half), out, own, half)
+
+    def _end(self, status: int, out: int, own: int, half: int) -> None:
+        self._group.meetings += 1
         if status != AS_SEEN:
-            group.judge(status, *self._said)
+            self._group.judge(status, *self._said)
             self.finish(out, own, half)
 
 

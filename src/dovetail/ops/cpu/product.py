@@ -1,26 +1,46 @@
 """x @ w.T on the CPU, as fast as it can be had.
 
-Owns one decision: 16-bit floats are multiplied in fp32 where the CPU has no arithmetic for them. torch takes 2 to 10
-times as long there, and rounds the same sums.
+Owns two decisions. Few rows are multiplied by a kernel of our own (`native/product_kernels.cpp`): reading w is what
+takes time then, and torch's libraries pack it first, or use older instructions than the CPU has. And 16-bit floats are
+multiplied in fp32 where the CPU has no arithmetic for them: torch takes 2 to 10 times as long there, and rounds the
+same sums.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from dovetail.coll.dtypes import DTYPES
+from dovetail.hw.cpu import native
 
 #: With fewer rows of x, making w longer takes more than the product; twice as many if w comes from far away.
 FEWEST_ROWS = 16
 _NEAR_BYTES = 1 << 20  # of w in fp32
 _BLOCK_BYTES = 2 << 20  # of w in fp32: so much stays in a cache until it is multiplied
 _KEPT_BYTES = 64 << 20  # of w in fp32: more of it is not kept for the next part of x
+_ONE_THREAD = 1 << 18  # multiplications: where torch has several threads, it has them for more than this
 _FLAGS = {torch.bfloat16: {"avx512_bf16", "amx_bf16"}, torch.float16: {"avx512_fp16", "amx_fp16"}}
 
 #: Multiplies rows of x; into `out`, if that is given.
 Multiply = Callable[..., torch.Tensor]
+
+
+def most_threads(dtype: torch.dtype, rows: int, n: int, k: int) -> int:
+    """Of torch's, up to which our own kernel, which has one, multiplies so many rows of x."""
+    if not 0 < rows <= _most_rows(dtype):
+        return 0
+    return 1 if rows * n * k > _ONE_THREAD else sys.maxsize
+
+
+def is_few(w: torch.Tensor, rows: int) -> bool:
+    """Whether our own kernel multiplies so many rows of x."""
+    return torch.get_num_threads() <= most_threads(w.dtype, rows, *w.shape)
 
 
 def is_long(w: torch.Tensor, rows: int) -> bool:
@@ -31,21 +51,34 @@ def is_long(w: torch.Tensor, rows: int) -> bool:
 
 
 def mm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """x [m, k] times w [n, k], transposed."""
-    return _in_blocks(w, x) if is_long(w, x.shape[0]) else torch.mm(x, w.t())
+    """x [m, k] times w [n, k], transposed; both are contiguous."""
+    rows = x.shape[0]
+    if is_few(w, rows):
+        return _few(w, x)
+    return _in_blocks(w, x) if is_long(w, rows) else torch.mm(x, w.t())
 
 
 def ready(w: torch.Tensor, rows: int) -> Multiply:
     """The same for several parts of x, of so many rows in all: w is made ready once."""
-    if not is_long(w, rows):
-        return functools.partial(_plain, w.t())
+    if is_few(w, rows) or not is_long(w, rows):
+        return functools.partial(_plain, w, w.t())
     if 4 * w.numel() > _KEPT_BYTES:
         return functools.partial(_in_blocks, w)
     return functools.partial(_longer, w.float().t())
 
 
-def _plain(columns: torch.Tensor, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def _plain(w: torch.Tensor, columns: torch.Tensor, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    if is_few(w, x.shape[0]):
+        return _few(w, x, out)
     return torch.mm(x, columns) if out is None else torch.mm(x, columns, out=out)
+
+
+def _few(w: torch.Tensor, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    (m, k), n = x.shape, w.shape[0]
+    if out is None:
+        out = x.new_empty((m, n))
+    _native().multiply(int(DTYPES[w.dtype]), x.data_ptr(), w.data_ptr(), out.data_ptr(), m, n, k)
+    return out
 
 
 def _longer(columns: torch.Tensor, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -63,6 +96,17 @@ def _in_blocks(w: torch.Tensor, x: torch.Tensor, out: torch.Tensor | None = None
     for first in range(0, w.shape[0], block):
         out[:, first : first + block].copy_(torch.mm(long, w[first : first + block].float().t()))
     return out
+
+
+@functools.cache
+def _most_rows(dtype: torch.dtype) -> int:
+    """That our own kernel is faster for, on this CPU; 0 if it has none."""
+    return int(_native().most_rows(int(DTYPES[dtype]))) if dtype in DTYPES else 0
+
+
+@functools.cache
+def _native() -> Any:
+    return native.load()
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from dovetail.coll.dtypes import DTYPES
 from dovetail.hw.cpu import native
 from dovetail.ops import calls
 from dovetail.ops.cpu import pooling
-from dovetail.ops.cpu.product import mm, ready
+from dovetail.ops.cpu.product import mm, most_threads, ready
 from dovetail.ops.group import NUM_WORDS, OpsGroup, Repeat
 from dovetail.plan.step import ReduceOp
 
@@ -337,10 +337,12 @@ def _have(slots: list[tuple[int, ...]], every: tuple[int, ...]) -> bool:
 class Repeated(ABC):
     """A small product whose like was run before, with few steps in Python. `of` makes one, or None if there is none."""
 
-    __slots__ = ("_repeat",)
+    __slots__ = ("_most_threads", "_repeat", "_sizes")
 
-    def __init__(self, repeat: Repeat) -> None:
+    def __init__(self, repeat: Repeat, c: calls.Product) -> None:
         self._repeat = repeat
+        self._sizes = c.rows, c.n, c.k
+        self._most_threads = most_threads(c.dtype, *self._sizes)
 
     @staticmethod
     def of(g: OpsGroup, c: calls.Product) -> Repeated | None:
@@ -350,30 +352,43 @@ class Repeated(ABC):
             return None
         if isinstance(c, calls.GemvAllReduce) and part * (c.world - 1) <= _ONESHOT_BYTES:
             repeat = g.repeat(c.text, (), part=part, step=0, sums=True, dtype=number)
-            return None if repeat is None else _InPlace(repeat)
+            return None if repeat is None else _InPlace(repeat, c)
         if isinstance(c, calls.AllGatherMatmul) and c.x.nbytes <= _COPIED_INPUT:
             repeat = g.repeat(c.text, (), part=c.x.nbytes, step=0, sums=False, dtype=number)
             shape = (c.world * c.rows, c.k)
-            return None if repeat is None else _Gathered(repeat, g.stage_halves(g.group.rank, shape, c.dtype))
+            return None if repeat is None else _Gathered(repeat, c, g.stage_halves(g.group.rank, shape, c.dtype))
         one = part // c.world
         if isinstance(c, calls.GemmAllToAll) and c.even and part <= _COPIED_BYTES:
             repeat = g.repeat(c.text, (*c.send, *c.receive), part=one, step=one, sums=False, dtype=number)
-            return None if repeat is None else _InPlace(repeat)
+            return None if repeat is None else _InPlace(repeat, c)
         if isinstance(c, calls.MatmulReduceScatter) and part <= _STAGE_BYTES:
             rank, shape = g.group.rank, (c.rows // c.world, c.n)
             repeat = g.repeat(c.text, (), part=one, step=one, sums=True, dtype=number)
             if repeat is None:
                 return None
             if _in_one(c, shape[0], part):
-                return _Scattered(repeat, shape, rank * one)
+                return _Scattered(repeat, c, shape, rank * one)
             order = remote_first(rank, c.world)
             there = [g.stage_halves(d, shape, c.dtype, rank * one) for d in order[:-1]]
-            return _Direct(repeat, order, (shape[0], c.k), there)
+            return _Direct(repeat, c, order, (shape[0], c.k), there)
         return None
 
     @abstractmethod
     def __call__(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor | None:
         """None, and nothing was done, if it can't be done like that any more."""
+
+    def _whole(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None = None, own: int = 0) -> torch.Tensor:
+        """One product for everybody; what comes of all ranks' goes to `out`, or to where it was. This rank's part of it
+        begins at byte `own`."""
+        repeat, few = self._repeat, torch.get_num_threads() <= self._most_threads
+        whole = x.new_empty(self._sizes[:2]) if few else mm(x, w)
+        here = whole.data_ptr()
+        there = here if out is None else out.data_ptr()
+        if few:
+            repeat.multiply((x.data_ptr(), w.data_ptr(), here), self._sizes, there, here + own)
+        else:
+            repeat.run(here, there, here + own)
+        return whole if out is None else out
 
 
 class _InPlace(Repeated):
@@ -382,13 +397,7 @@ class _InPlace(Repeated):
     __slots__ = ()
 
     def __call__(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor | None:
-        repeat = self._repeat
-        if repeat.is_over:
-            return None
-        out = mm(x, w)
-        here = out.data_ptr()
-        repeat.run(here, here, here)
-        return out
+        return None if self._repeat.is_over else self._whole(x, w)
 
 
 class _Scattered(Repeated):
@@ -396,18 +405,12 @@ class _Scattered(Repeated):
 
     __slots__ = ("_own", "_shape")
 
-    def __init__(self, repeat: Repeat, shape: tuple[int, int], own: int) -> None:
-        super().__init__(repeat)
+    def __init__(self, repeat: Repeat, c: calls.Product, shape: tuple[int, int], own: int) -> None:
+        super().__init__(repeat, c)
         self._shape, self._own = shape, own
 
     def __call__(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor | None:
-        repeat = self._repeat
-        if repeat.is_over:
-            return None
-        whole = mm(x, w)
-        here, out = whole.data_ptr(), whole.new_empty(self._shape)
-        repeat.run(here, out.data_ptr(), here + self._own)
-        return out
+        return None if self._repeat.is_over else self._whole(x, w, x.new_empty(self._shape), self._own)
 
 
 class _Direct(Repeated):
@@ -416,10 +419,11 @@ class _Direct(Repeated):
     __slots__ = ("_order", "_shape", "_there")
 
     def __init__(
-        self, repeat: Repeat, order: list[int], shape: tuple[int, int], there: list[tuple[torch.Tensor, torch.Tensor]]
+        self, repeat: Repeat, c: calls.Product, order: list[int], shape: tuple[int, int],
+        there: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> None:  # fmt: skip
         """`order`: this rank last; `shape`: of each rank's rows of x; `there`: in both halves of the others' stages."""
-        super().__init__(repeat)
+        super().__init__(repeat, c)
         self._order, self._shape, self._there = order, shape, there
 
     def __call__(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor | None:
@@ -443,8 +447,8 @@ class _Gathered(Repeated):
 
     __slots__ = ("_halves",)
 
-    def __init__(self, repeat: Repeat, halves: tuple[torch.Tensor, torch.Tensor]) -> None:
-        super().__init__(repeat)
+    def __init__(self, repeat: Repeat, c: calls.Product, halves: tuple[torch.Tensor, torch.Tensor]) -> None:
+        super().__init__(repeat, c)
         self._halves = halves
 
     def __call__(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor | None:

@@ -1,0 +1,28 @@
+// Products of few rows: x [m, k] times w [n, k], transposed, as a decoding step has them.
+#pragma once
+
+#include <cstdint>
+
+#include "isa.h"
+#include "reduce.h"
+
+namespace dovetail {
+
+struct Product {
+  DType type;  // F16, BF16 (multiplied and added up in fp32, rounded once), F32
+  const char* x;
+  const char* w;
+  char* out;  // [m, n]; all three without gaps, and none over another
+  int64_t m, n, k;
+  float* scratch = nullptr;  // [m, k], rows rounded up: the kernel's
+};
+
+bool multiplies(DType type);
+
+// By the best instruction set that there is, or an older one.
+void multiply(Product p, Isa isa = Isa::Avx512Bf16);
+
+// Up to how many rows of x `multiply` is faster than torch's product on such a CPU.
+int64_t most_rows(DType type);
+
+}  // namespace dovetail

@@ -1,0 +1,226 @@
+// Products of few rows; compiled once per instruction set (DV_ISA names the namespace), chosen at start-up by product.cpp.
+// They take as long as reading w, so w is read once, as it lies: to pack it first, as libraries do, would not pay.
+// A result is a sum of products by lanes of a vector, in their order, and then of the lanes: its bits depend on the instruction
+// set, not on m or n.
+#include <type_traits>
+
+#include "items.h"
+#include "product.h"
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+namespace dovetail::DV_ISA {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kRows = 4;  // a tile of 4 x 4 results and what it needs is in registers
+#elif defined(__AVX2__)
+constexpr int kLanes = 8, kRows = 2;
+#else
+constexpr int kLanes = 4, kRows = 2;
+#endif
+typedef float Vec __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
+typedef float Four __attribute__((vector_size(16)));
+
+template <class V>
+V read(const void* p) {
+  V v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+// How `kStep` items of a row are multiplied. Rows of x are made ready (`prepare`): floats, in the order in which w is read. They may
+// stay as they are if they are such already.
+
+struct Floats {
+  using Item = Plain<float>;
+  using Input = float;
+  using Operand = Vec;
+  static constexpr int kStep = kLanes;
+  static Operand weights(const float* p) { return read<Vec>(p); }
+  static Operand inputs(const float* p) { return read<Vec>(p); }
+  static void add(Vec& sum, const Operand& x, const Operand& w) { sum += x * w; }
+  static void prepare(const float* from, float* to) { std::memcpy(to, from, kStep * sizeof *to); }
+};
+
+#if defined(__AVX512BF16__)
+struct BFloats {
+  using Item = BFloat;
+  using Input = uint16_t;
+  using Operand = __m512bh;
+  static constexpr int kStep = 2 * kLanes;
+  static Operand weights(const uint16_t* p) { return read<Operand>(p); }
+  static Operand inputs(const uint16_t* p) { return read<Operand>(p); }
+  static void add(Vec& sum, const Operand& x, const Operand& w) {
+    sum = reinterpret_cast<Vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), x, w));
+  }
+  static void prepare(const uint16_t* from, uint16_t* to) { std::memcpy(to, from, kStep * sizeof *to); }
+};
+#else
+// Two items lie in each word: the lower one is a float once it is shifted, the upper one without the lower.
+struct BFloats {
+  using Item = BFloat;
+  using Input = float;
+  struct Operand {
+    Vec lower, upper;
+  };
+  static constexpr int kStep = 2 * kLanes;
+  static Operand weights(const uint16_t* p) {
+    const Words both = read<Words>(p);
+    return {reinterpret_cast<Vec>(both << 16), reinterpret_cast<Vec>(both & 0xffff0000u)};
+  }
+  static Operand inputs(const float* p) { return {read<Vec>(p), read<Vec>(p + kLanes)}; }
+  static void add(Vec& sum, const Operand& x, const Operand& w) {
+    sum += x.lower * w.lower;
+    sum += x.upper * w.upper;
+  }
+  static void prepare(const uint16_t* from, float* to) {
+    for (int i = 0; i < kLanes; ++i) to[i] = BFloat::load(from[2 * i]), to[kLanes + i] = BFloat::load(from[2 * i + 1]);
+  }
+};
+#endif
+
+struct Halves {
+  using Item = Half;
+  using Input = float;
+  using Operand = Vec;
+  static constexpr int kStep = kLanes;
+  static Operand weights(const _Float16* p) {
+#if defined(__AVX512F__)
+    return reinterpret_cast<Vec>(_mm512_cvtph_ps(read<__m256i>(p)));
+#elif defined(__F16C__)
+    return reinterpret_cast<Vec>(_mm256_cvtph_ps(read<__m128i>(p)));
+#else
+    Vec v;
+    for (int i = 0; i < kLanes; ++i) v[i] = Half::load(p[i]);
+    return v;
+#endif
+  }
+  static Operand inputs(const float* p) { return read<Vec>(p); }
+  static void add(Vec& sum, const Operand& x, const Operand& w) { sum += x * w; }
+  static void prepare(const _Float16* from, float* to) {
+    for (int i = 0; i < kStep; ++i) to[i] = Half::load(from[i]);
+  }
+};
+
+// Halves added up, until four lanes are left.
+Four fold(Vec v) {
+#if defined(__AVX512F__)
+  typedef float Eight __attribute__((vector_size(32)));
+  const Eight h = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+  return __builtin_shufflevector(h, h, 0, 1, 2, 3) + __builtin_shufflevector(h, h, 4, 5, 6, 7);
+#elif defined(__AVX2__)
+  return __builtin_shufflevector(v, v, 0, 1, 2, 3) + __builtin_shufflevector(v, v, 4, 5, 6, 7);
+#else
+  return v;
+#endif
+}
+
+// The sums of four vectors' lanes, side by side.
+Four sums(const Four& a, const Four& b, const Four& c, const Four& d) {
+  const Four ab = __builtin_shufflevector(a, b, 0, 4, 1, 5) + __builtin_shufflevector(a, b, 2, 6, 3, 7);
+  const Four cd = __builtin_shufflevector(c, d, 0, 4, 1, 5) + __builtin_shufflevector(c, d, 2, 6, 3, 7);
+  return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+}
+
+// M rows of x by N rows of w. Rows of x are `pitch` items apart.
+template <class T, int M, int N>
+void tile(const typename T::Input* x, int64_t pitch, const typename T::Item::Store* w, int64_t k, typename T::Item::Store* out, int64_t n) {
+  Vec sum[M][N] = {};
+  const auto step = [&](int64_t i, const auto* const (&rows)[N]) {
+    typename T::Operand weights[N];
+    for (int b = 0; b < N; ++b) weights[b] = T::weights(rows[b]);
+    for (int a = 0; a < M; ++a) {
+      const typename T::Operand input = T::inputs(x + a * pitch + i);
+      for (int b = 0; b < N; ++b) T::add(sum[a][b], input, weights[b]);
+    }
+  };
+  using S = typename T::Item::Store;
+  int64_t i = 0;
+  for (; i + T::kStep <= k; i += T::kStep) {
+    const S* rows[N];
+    for (int b = 0; b < N; ++b) rows[b] = w + b * k + i;
+    step(i, rows);
+  }
+  if (i < k) {  // the rest, and zeros
+    S rest[N][T::kStep] = {};
+    const S* rows[N];
+    for (int b = 0; b < N; ++b) {
+      std::memcpy(rest[b], w + b * k + i, (k - i) * sizeof(S));
+      rows[b] = rest[b];
+    }
+    step(i, rows);
+  }
+  for (int a = 0; a < M; ++a)
+    if constexpr (N == 1) {
+      const Four one = fold(sum[a][0]);
+      out[a * n] = T::Item::save(sums(one, one, one, one)[0]);
+    } else {
+      for (int b = 0; b < N; b += 4) {
+        const Vec* v = sum[a] + b;
+        const Four found = sums(fold(v[0]), fold(v[1]), fold(v[2]), fold(v[3]));
+        for (int c = 0; c < 4; ++c) out[a * n + b + c] = T::Item::save(found[c]);
+      }
+    }
+}
+
+// The first `m` rows, or M of them.
+template <class T, int M, int N, class... A>
+void rows(int64_t m, const A&... arguments) {
+  if constexpr (M > 1)
+    if (m < M) return rows<T, M - 1, N>(m, arguments...);
+  tile<T, M, N>(arguments...);
+}
+
+template <class T, int M, int N>
+void columns(const Product& p, const typename T::Input* x, int64_t pitch) {
+  using S = typename T::Item::Store;
+  const auto* w = reinterpret_cast<const S*>(p.w);
+  auto* out = reinterpret_cast<S*>(p.out);
+  int64_t j = 0;
+  for (; j + N <= p.n; j += N)
+    for (int64_t r = 0; r < p.m; r += M) rows<T, M, N>(p.m - r, x + r * pitch, pitch, w + j * p.k, p.k, out + r * p.n + j, p.n);
+  for (; j < p.n; ++j)
+    for (int64_t r = 0; r < p.m; r += M) rows<T, M, 1>(p.m - r, x + r * pitch, pitch, w + j * p.k, p.k, out + r * p.n + j, p.n);
+}
+
+template <class T>
+void run(const Product& p) {
+  using S = typename T::Item::Store;
+  using I = typename T::Input;
+  const auto* x = reinterpret_cast<const I*>(p.x);
+  int64_t pitch = p.k;
+  if (!std::is_same_v<I, S> || p.k % T::kStep) {
+    pitch = (p.k + T::kStep - 1) / T::kStep * T::kStep;
+    const auto* from = reinterpret_cast<const S*>(p.x);
+    auto* to = reinterpret_cast<I*>(p.scratch);
+    x = to;
+    for (int64_t r = 0; r < p.m; ++r, from += p.k, to += pitch) {
+      int64_t i = 0;
+      for (; i + T::kStep <= p.k; i += T::kStep) T::prepare(from + i, to + i);
+      if (i == p.k) continue;
+      S rest[T::kStep] = {};
+      std::memcpy(rest, from + i, (p.k - i) * sizeof(S));
+      T::prepare(rest, to + i);
+    }
+  }
+  if (p.m == 1) return columns<T, 1, 8>(p, x, pitch);
+  if (p.m == 2 && kRows == 4) return columns<T, 2, 8>(p, x, pitch);
+  return columns<T, kRows, 4>(p, x, pitch);
+}
+
+}  // namespace
+
+void multiply(const Product& p) {
+  switch (p.type) {
+    case DType::F16: return run<Halves>(p);
+    case DType::BF16: return run<BFloats>(p);
+    case DType::F32: return run<Floats>(p);
+    default: return;  // the caller has refused it
+  }
+}
+
+}  // namespace dovetail::DV_ISA
