@@ -89,7 +89,7 @@ def test_a_full_memory_says_so_before_anything_is_written() -> None:
     before = blocks.tokens.clone()
     with PagedCache(blocks, num_tokens=33) as other:
         assert blocks.num_free == 1
-        with PagedCache(blocks) as cache, pytest.raises(CacheFull, match="needs 2 more blocks .* and 1 of 4 are free"):
+        with PagedCache(blocks) as cache, pytest.raises(CacheFull, match="2 more blocks .* and 1 of 4 are free"):
             generate(MODEL, prompt(20), cache)
         with pytest.raises(CacheFull):
             PagedCache(blocks, num_tokens=17)

@@ -171,7 +171,7 @@ def test_tokens_under_a_store_are_not_overwritten_after_a_crop() -> None:
 def test_a_full_memory_moves_nothing() -> None:
     blocks = memory(3)
     store, mover = late(blocks)
-    with pytest.raises(CacheFull, match="needs 4 more blocks of 16 tokens and 3 of 3 are free"):
+    with pytest.raises(CacheFull, match="4 more blocks of 16 tokens are needed and 3 of 3 are free"):
         store.begin(IDS)
     assert mover.log == []
     assert store.kept.stats().misses == 0

@@ -115,6 +115,35 @@ def test_requests_are_decoded_together_as_if_alone(lengths: list[int], turns: in
             assert far(taken(prompt(3), cache), plain(prompt(3), stock)) < ROUNDING
 
 
+def test_few_short_requests_are_decoded_at_once_and_others_in_turn() -> None:
+    """The model's own attention goes over the tokens of all requests for each of them."""
+    taken = Steps(MODEL, blocks := memory(256))
+    caches = [PagedCache(blocks) for _ in range(9)]
+    for n, cache in enumerate(caches):
+        taken(prompt(10 + n), cache)
+    for some, apart in ((caches[:8], {8}), (caches, {8}), (caches[:2], {8, 2})):
+        taken.decode([3] * len(some), some)
+        assert {tokens for tokens, _, apart in taken._forms if apart} == apart
+    assert [cache.get_seq_length() for cache in caches] == [13, 14, *range(14, 20), 19]
+
+
+def test_a_rotation_by_the_longest_is_that_of_each_request() -> None:
+    """One request is longer than the model was trained for: the others are rotated as if it were not there."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    model = llama(rope_parameters=rope, max_position_embeddings=64)
+    taken = Steps(model, blocks := PagedMemory.for_model(model, 48))
+    lengths, found = (20, 100, 30), []
+    for together in (False, True):
+        caches = [PagedCache(blocks) for _ in lengths]
+        for n, (length, cache) in enumerate(zip(lengths, caches, strict=True)):
+            taken(prompt(length, n), cache)
+        alone = [taken([5], cache) for cache in caches] if not together else taken.decode([5, 5, 5], caches)
+        found.append(torch.stack(tuple(alone)))
+        for cache in caches:
+            cache.close()
+    assert torch.equal(*found)
+
+
 def test_places_are_copied_again_only_when_they_change() -> None:
     taken = Steps(MODEL, blocks := memory())
     with PagedCache(blocks) as one, PagedCache(blocks, num_tokens=32) as two:
@@ -303,9 +332,8 @@ def test_what_does_not_fit_is_refused_and_nothing_changes() -> None:
         taken([1], cache)
     with PagedCache(blocks) as cache, PagedCache(blocks) as second:
         for ids, caches, what in (
-            ([], [], "1 to 256 caches, not 0 tokens and 0 caches"), ([1, 2], [cache], "2 tokens and 1 caches"),
-            ([1] * 300, [cache] * 300, "not 300 tokens and 300"), ([1, 2], [cache, cache], "a cache is there twice"),
-            (prompt(2).float(), [cache, second], "one row of token ids"),
+            ([], [], "a token for each cache, not 0 tokens and 0 caches"), ([1, 2], [cache], "2 tokens and 1 caches"),
+            ([1, 2], [cache, cache], "a cache is there twice"), (prompt(2).float(), [cache, second], "one row of"),
         ):  # fmt: skip
             with pytest.raises(ValueError, match=what):
                 taken.decode(ids, caches)
@@ -315,6 +343,12 @@ def test_what_does_not_fit_is_refused_and_nothing_changes() -> None:
             taken.decode([1, 2], [cache, second])
         assert (cache.get_seq_length(), second.get_seq_length()) == (20, 32)
         second.close()
+        with PagedCache(blocks) as third:
+            taken(prompt(12), cache)
+            taken(prompt(16), third)
+            with pytest.raises(CacheFull, match="2 more blocks of 16 tokens are needed and 1 of 4"):
+                taken.decode([1, 2], [cache, third])  # there is one for either
+            assert (cache.get_seq_length(), third.get_seq_length(), blocks.num_free) == (32, 16, 1)
         with pytest.raises(ValueError, match="the cache is closed"):
             taken.decode([1, 2], [cache, second])
     with pytest.raises(ValueError, match="most_tokens is 0"):

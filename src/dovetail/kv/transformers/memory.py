@@ -87,17 +87,21 @@ class PagedMemory:
         """All of it as a flat NumPy array; only where it is in host memory."""
         return self.tokens.view(-1).view(torch.uint8).numpy()
 
+    def ensure(self, count: int) -> None:
+        """Raises `CacheFull` if fewer than so many blocks are free."""
+        if count > self.num_free:
+            raise CacheFull(
+                f"{count} more blocks of {BLOCK_TOKENS} tokens are needed and {self.num_free} of {self.num_blocks} are "
+                f"free: close caches that are done, or make a larger PagedMemory"
+            )
+
     def take(self, count: int, after: int | None = None) -> list[int]:
         """`count` blocks, if possible those behind the block `after`, for the current stream and for copies.
 
         Raises:
             CacheFull: fewer are free; nothing has changed.
         """
-        if count > self.num_free:
-            raise CacheFull(
-                f"a request needs {count} more blocks of {BLOCK_TOKENS} tokens and {self.num_free} of "
-                f"{self.num_blocks} are free: close caches that are done, or make a larger PagedMemory"
-            )
+        self.ensure(count)
         self._settle(count)
         self.fence.enter()
         taken: list[int] = self._allocator.alloc(count, after=after).tolist()

@@ -34,12 +34,16 @@ class Pages:
         self._kept_tokens = 0  # so many of the first may be read by a store
         self.is_open = True
 
+    def missing(self, num_tokens: int) -> int:
+        """Blocks that it lacks for so many tokens of each sequence."""
+        return self.num_sequences * max(0, -(-num_tokens // BLOCK_TOKENS) - len(self.blocks[0]))
+
     def reserve(self, num_tokens: int) -> None:
         """Blocks for so many tokens of each sequence; raises `CacheFull` and changes nothing if there are too few."""
         if not self.is_open:
             raise ValueError("the cache is closed: make a new one")
-        more = -(-num_tokens // BLOCK_TOKENS) - len(self.blocks[0])
-        if more <= 0:
+        more = self.missing(num_tokens) // self.num_sequences
+        if not more:
             return
         last = self.blocks[0][-1] if self.num_sequences == 1 and self.blocks[0] else None
         taken = self.memory.take(more * self.num_sequences, after=last)

@@ -27,10 +27,13 @@ from dovetail.kv.transformers.prefix import Tokens, row_of
 
 logger = logging.getLogger(__name__)
 
-_LEAST_ROOM, _LEAST_APART = 256, 4096
+_LEAST_ROOM = 256
+_MOST_APART = 2048  # tokens of all requests that the model's own attention goes over for each of them
+_TABLE_BYTES = 16 << 20  # of the places that a form knows: no more, unless a request is longer
 _PARTS = 8  # forms to each doubling of the room: what is read in vain is an eighth at most
 _ATTENTION = ("sdpa", "eager")  # those that a mask of numbers can be given to
-#: Rotary embeddings that look at positions from the host, in one version of transformers or another.
+#: Rotary embeddings that depend on the largest position of a row, and look at it from the host in some versions of
+#: transformers.
 _HOST_ROPE = ("dynamic", "longrope")
 #: What `generate()` may say and mean nothing new by it.
 _USUAL = {
@@ -90,9 +93,9 @@ class Steps:
         self._asked = paged
         self._forward = model.forward  # as it was before `generating`
         self._forms: OrderedDict[tuple[int, int, bool], Form] = OrderedDict()
-        rope = getattr(config, "rope_parameters", None) or {}
+        self._by_longest = not _rope_types(config).isdisjoint(_HOST_ROPE)
         can_capture = memory.device.type == "cuda" and not torch.version.hip  # not yet run with HIP
-        captures = graphs and can_capture and rope.get("rope_type") not in _HOST_ROPE
+        captures = graphs and can_capture and not self._by_longest
         self._recorder = Recorder(memory) if captures else None
 
     def __call__(self, token_ids: Tokens, cache: PagedCache) -> torch.Tensor:
@@ -116,27 +119,46 @@ class Steps:
     def decode(self, token_ids: Tokens, caches: Sequence[PagedCache]) -> torch.Tensor:
         """Computes one more token of each of several requests at once: `token_ids[n]` behind what `caches[n]` has.
 
-        The model's weights are read once for all of them, so it takes hardly longer than one. Returns the logits,
-        [requests, words] in float32: those of each request alone, but for rounding.
+        With attention over blocks the model's weights are read once for all of them, so it takes hardly longer than
+        one. With the model's own attention that is so for a few short requests; others are computed one after the
+        other, as are those of a model whose rotation depends on the longest. Returns the logits, [requests, words] in
+        float32: those of each request alone, but for rounding.
 
         Raises:
-            ValueError: not a token for each cache, none, more than `most_tokens`, a cache that is there twice, or one
-                as of a step; nothing has changed.
-            CacheFull: there are too few blocks; the caches have as many tokens as before.
-            NotSupported: the model can't be captured; as many tokens too.
+            ValueError: not a token for each cache, none, a cache that is there twice, or one as of a step; nothing has
+                changed.
+            CacheFull: there are too few blocks for all of them; nothing has changed.
+            NotSupported: the model can't be captured; caches whose token was not computed have as many as before.
         """
         ids = _row(token_ids)
-        if not 1 <= len(ids) == len(caches) <= self.most_tokens:
-            found = f"{len(ids)} tokens and {len(caches)} caches"
-            raise ValueError(f"decoding needs a token for each of 1 to {self.most_tokens} caches, not {found}")
+        if not 1 <= len(ids) == len(caches):
+            raise ValueError(f"decoding needs a token for each cache, not {len(ids)} tokens and {len(caches)} caches")
         if len({id(cache) for cache in caches}) < len(caches):
             raise ValueError("a cache is there twice: each request has one")
         for cache in caches:
             self._check(cache)
+        self.memory.ensure(sum(cache.pages.missing(cache.get_seq_length() + 1) for cache in caches))
         with _current(self.memory.device):
             with torch.inference_mode():
-                logits = self._short(ids, caches)
-            return logits[: len(ids)].clone()
+                logits = self._decoded(ids, caches)
+            return logits.clone()
+
+    def _decoded(self, ids: torch.Tensor, caches: Sequence[PagedCache]) -> torch.Tensor:
+        """One token of each: as many at once as is best."""
+        parts = []
+        while len(caches) > (most := self._most_together(caches)):
+            parts.append(self._short(ids[:most], caches[:most])[:most].clone())  # the next graph writes there too
+            ids, caches = ids[most:], caches[most:]
+        parts.append(self._short(ids, caches)[: len(caches)])
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _most_together(self, caches: Sequence[PagedCache]) -> int:
+        if self._by_longest:
+            return 1
+        if self.paged:
+            return self.most_tokens
+        room = _room(max(cache.get_seq_length() for cache in caches) + 1)
+        return len(caches) if _octave(len(caches)) * room <= _MOST_APART else 1
 
     def _check(self, cache: PagedCache) -> None:
         if cache.pages.num_sequences != 1 or cache.pages.memory is not self.memory:
@@ -157,7 +179,7 @@ class Steps:
                 raise
             logger.info("%s: its own attention is used", error)
             self.paged, self._forms = False, OrderedDict()
-            logits = self._run(ids, positions, rows, caches)
+            return self._short(ids, caches) if len(caches) == 1 else self._decoded(ids, caches)
         for cache, begin in zip(caches, begins, strict=True):
             cache.pages.all_arrived()
             cache.begin_at(begin + each)
@@ -167,7 +189,7 @@ class Steps:
         self, ids: torch.Tensor, positions: list[int], rows: list[torch.Tensor], caches: Sequence[PagedCache]
     ) -> torch.Tensor:
         number, apart = _octave(len(ids)), len(caches) > 1
-        key = number, self._room_for(max(positions) + 1, apart=apart), apart
+        key = number, self._room_for(max(positions) + 1, number if apart else 1), apart
         form = self._forms.pop(key, None) or Form(
             self.model, self._forward, self.memory, self._recorder,
             num_tokens=number, room=key[1], apart=apart, paged=self.paged,
@@ -183,12 +205,12 @@ class Steps:
                 del self._forms[old]
         return logits
 
-    def _room_for(self, count: int, *, apart: bool) -> int:
+    def _room_for(self, count: int, num_sequences: int) -> int:
         """Tokens that a form has room for, in each of its sequences. Over blocks it costs only the table of places."""
         if not self.paged:
             return _room(count)
         every = self.memory.num_blocks * BLOCK_TOKENS
-        return min(every, max(_octave(count), _LEAST_APART)) if apart else every
+        return every if num_sequences == 1 else min(every, max(_octave(count), _TABLE_BYTES // (8 * num_sequences)))
 
     @contextlib.contextmanager
     def generating(self) -> Iterator[None]:
@@ -260,6 +282,12 @@ def _is_plain(mask: Any, positions: Any, begin: int, count: int) -> bool:
             return False
         right.append((positions[0] == torch.arange(begin, begin + count, device=positions.device)).all())
     return bool(torch.stack(right).all()) if right else True
+
+
+def _rope_types(config: Any) -> set[Any]:
+    """The rotary embeddings of a model; some have others in other layers."""
+    given = getattr(config, "rope_parameters", None) or {}
+    return {of.get("rope_type") for of in (given, *given.values()) if isinstance(of, dict)}
 
 
 def _octave(count: int) -> int:
