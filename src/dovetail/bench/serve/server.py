@@ -44,7 +44,7 @@ class Scattered:
     def alloc(self, number: int, *, after: int | None = None) -> NDArray[np.int64]:
         """Any blocks."""
         free = np.flatnonzero(self._is_free)
-        taken = self._rng.permutation(free)[:number]
+        taken = free[self._rng.choice(len(free), number, replace=False)]
         if self.together and number:
             first = np.flatnonzero(free[number - 1 :] - free[: len(free) - number + 1] == number - 1)
             taken = free[first[0]] + np.arange(number) if len(first) else taken
