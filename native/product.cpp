@@ -1,6 +1,7 @@
 #include "product.h"
 
 #include <algorithm>
+#include <limits>
 #include <vector>
 
 namespace dovetail {
@@ -21,6 +22,7 @@ DECLARE_ISA(avx512bf16)
 namespace {
 
 constexpr int64_t kMostStep = 32;  // items of a row that a kernel takes at once
+constexpr int64_t kBlockRows = 128;  // of x: they stay in a cache while all of w goes by
 
 Isa best() {
 #if defined(DV_HAVE_AVX512BF16)
@@ -38,37 +40,48 @@ bool is_intel() { return false; }
 bool has_half_floats() { return true; }
 #endif
 
+auto kernel_of(Isa isa) {
+  switch (isa) {
+#if defined(__x86_64__)
+#if defined(DV_HAVE_AVX512BF16)
+    case Isa::Avx512Bf16: return avx512bf16::multiply;
+#endif
+    case Isa::Avx512: return avx512::multiply;
+    case Isa::Avx2: return avx2::multiply;
+#endif
+    default: return base::multiply;
+  }
+}
+
 }  // namespace
 
 bool multiplies(DType type) { return type == DType::F16 || type == DType::BF16 || type == DType::F32; }
 
 void multiply(Product p, Isa isa) {
   thread_local std::vector<float> scratch;  // not the kernels': what they make of std's templates, others could be linked to
-  const auto needed = static_cast<size_t>(p.m * ((p.k + kMostStep - 1) / kMostStep * kMostStep));
+  const int64_t size = p.type == DType::F32 ? 4 : 2, rows = p.m;
+  const auto needed = static_cast<size_t>(std::min(rows, kBlockRows) * ((p.k + kMostStep - 1) / kMostStep * kMostStep));
   if ((p.type != DType::F32 || p.k % kMostStep) && scratch.size() < needed) scratch.resize(needed);
   p.scratch = scratch.data();
-  switch (std::min(isa, best())) {
-#if defined(__x86_64__)
-#if defined(DV_HAVE_AVX512BF16)
-    case Isa::Avx512Bf16: return avx512bf16::multiply(p);
-#endif
-    case Isa::Avx512: return avx512::multiply(p);
-    case Isa::Avx2: return avx2::multiply(p);
-#endif
-    default: return base::multiply(p);
+  const auto kernel = kernel_of(std::min(isa, best()));
+  for (int64_t done = 0; done < rows; done += p.m, p.x += p.m * p.k * size, p.out += p.m * p.n * size) {
+    p.m = std::min(rows - done, kBlockRows);
+    kernel(p);
   }
 }
 
-// Measured on a Zen 5 core, each instruction set against what torch's libraries have for it: MKL uses AVX-512 on Intel's CPUs
-// only, and where a library has instructions for 16-bit floats it packs w for more rows.
-int64_t most_rows(DType type) {
+// Measured on a Zen 5 core, each instruction set against what torch's libraries have for it. MKL uses AVX-512 on Intel's CPUs only,
+// and nothing multiplies fp16 without instructions for it: there every product of ours is the faster. Elsewhere few rows are, as
+// long as reading w is the work: libraries pack it first, which pays for more rows, sooner if they are short.
+int64_t most_rows(DType type, int64_t k) {
+  constexpr int64_t kAll = std::numeric_limits<int64_t>::max(), kShort = 128;
   const Isa isa = best();
   if (isa == Isa::Base) return 0;
   const bool wider = isa >= Isa::Avx512 && !is_intel();
   switch (type) {
-    case DType::F32: return wider ? 64 : 4;
-    case DType::F16: return has_half_floats() ? 4 : wider ? 64 : 15;
-    case DType::BF16: return isa == Isa::Avx512Bf16 ? 8 : 15;
+    case DType::F32: return wider ? kAll : 4;
+    case DType::F16: return has_half_floats() ? 4 : wider ? kAll : 15;
+    case DType::BF16: return isa != Isa::Avx512Bf16 ? 15 : is_intel() ? 8 : k < kShort ? 16 : 32;
     default: return 0;
   }
 }

@@ -1,4 +1,4 @@
-// Products of few rows: x [m, k] times w [n, k], transposed, as a decoding step has them.
+// Products of x [m, k] and w [n, k], transposed, by one thread.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ bool multiplies(DType type);
 // By the best instruction set that there is, or an older one.
 void multiply(Product p, Isa isa = Isa::Avx512Bf16);
 
-// Up to how many rows of x `multiply` is faster than torch's product on such a CPU.
-int64_t most_rows(DType type);
+// Up to how many rows of x, k long, `multiply` is faster than torch's product on such a CPU.
+int64_t most_rows(DType type, int64_t k);
 
 }  // namespace dovetail

@@ -1,7 +1,9 @@
-// Products of few rows; compiled once per instruction set (DV_ISA names the namespace), chosen at start-up by product.cpp.
-// They take as long as reading w, so w is read once, as it lies: to pack it first, as libraries do, would not pay.
+// Products; compiled once per instruction set (DV_ISA names the namespace), chosen at start-up by product.cpp. w is read once for
+// all rows of x that it is given, and as it lies: for few rows reading it is the work, and to pack it first, as libraries do, would
+// not pay.
 // A result is a sum of products by lanes of a vector, in their order, and then of the lanes: its bits depend on the instruction
 // set, not on m or n.
+#include <algorithm>
 #include <type_traits>
 
 #include "items.h"
@@ -21,6 +23,7 @@ constexpr int kLanes = 8, kRows = 2;
 #else
 constexpr int kLanes = 4, kRows = 2;
 #endif
+constexpr int64_t kLineBytes = 64, kNearBytes = 16 << 10;
 typedef float Vec __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
 typedef float Four __attribute__((vector_size(16)));
@@ -126,34 +129,64 @@ Four sums(const Four& a, const Four& b, const Four& c, const Four& d) {
   return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
 }
 
+#if defined(__AVX512F__)
+// The same of sixteen, which are as many as a vector has: all are added up at once, each in the order of `fold` and `sums`.
+[[gnu::always_inline]] inline Vec sums(const Vec* v) {
+  const auto halves = [](Vec a, Vec b) {
+    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  };
+  const auto quarters = [&](const Vec* p) {  // of every fourth
+    const Vec a = halves(p[0], p[4]), b = halves(p[8], p[12]);
+    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+           __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  };
+  const auto pairs = [](Vec a, Vec b) {
+    return __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+           __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  };
+  const Vec a = pairs(quarters(v), quarters(v + 1)), b = pairs(quarters(v + 2), quarters(v + 3));
+  return __builtin_shufflevector(a, b, 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30) +
+         __builtin_shufflevector(a, b, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
+}
+#endif
+
 // M rows of x by N rows of w. Rows of x are `pitch` items apart.
 template <class T, int M, int N>
 void tile(const typename T::Input* x, int64_t pitch, const typename T::Item::Store* w, int64_t k, typename T::Item::Store* out, int64_t n) {
-  Vec sum[M][N] = {};
-  const auto step = [&](int64_t i, const auto* const (&rows)[N]) {
+  using S = typename T::Item::Store;
+  Vec sum[M][N];
+#pragma GCC unroll 16
+  for (int a = 0; a < M; ++a)
+#pragma GCC unroll 16
+    for (int b = 0; b < N; ++b) sum[a][b] = Vec{};
+  const auto step = [&](int64_t i, const S* from, int64_t apart) [[gnu::always_inline]] {
     typename T::Operand weights[N];
-    for (int b = 0; b < N; ++b) weights[b] = T::weights(rows[b]);
+#pragma GCC unroll 16
+    for (int b = 0; b < N; ++b) weights[b] = T::weights(from + b * apart);
+#pragma GCC unroll 16
     for (int a = 0; a < M; ++a) {
       const typename T::Operand input = T::inputs(x + a * pitch + i);
+#pragma GCC unroll 16
       for (int b = 0; b < N; ++b) T::add(sum[a][b], input, weights[b]);
     }
   };
-  using S = typename T::Item::Store;
   int64_t i = 0;
-  for (; i + T::kStep <= k; i += T::kStep) {
-    const S* rows[N];
-    for (int b = 0; b < N; ++b) rows[b] = w + b * k + i;
-    step(i, rows);
-  }
+  for (; i + T::kStep <= k; i += T::kStep) step(i, w + i, k);
   if (i < k) {  // the rest, and zeros
-    S rest[N][T::kStep] = {};
-    const S* rows[N];
-    for (int b = 0; b < N; ++b) {
-      std::memcpy(rest[b], w + b * k + i, (k - i) * sizeof(S));
-      rows[b] = rest[b];
-    }
-    step(i, rows);
+    S rest[N * T::kStep] = {};
+    for (int b = 0; b < N; ++b) std::memcpy(rest + b * T::kStep, w + b * k + i, (k - i) * sizeof(S));
+    step(i, rest, T::kStep);
   }
+#if defined(__AVX512F__)
+  if constexpr (M * N == kLanes) {
+    const Vec all = sums(sum[0]);
+    S found[kLanes];
+    for (int c = 0; c < kLanes; ++c) found[c] = T::Item::save(all[c]);
+    for (int a = 0; a < M; ++a) std::memcpy(out + a * n, found + a * N, N * sizeof(S));
+    return;
+  }
+#endif
   for (int a = 0; a < M; ++a)
     if constexpr (N == 1) {
       const Four one = fold(sum[a][0]);
@@ -180,9 +213,16 @@ void columns(const Product& p, const typename T::Input* x, int64_t pitch) {
   using S = typename T::Item::Store;
   const auto* w = reinterpret_cast<const S*>(p.w);
   auto* out = reinterpret_cast<S*>(p.out);
+  // Results of a row that share a cache line are made one after the other, if what they need of w is at hand: rows of `out` often
+  // are a power of two apart, and so many lines would not stay in a cache.
+  int64_t group = N;
+  while (group < kLineBytes / static_cast<int64_t>(sizeof(S)) && 2 * group * p.k * static_cast<int64_t>(sizeof(S)) <= kNearBytes) group *= 2;
+  const int64_t whole = p.n / N * N;
   int64_t j = 0;
-  for (; j + N <= p.n; j += N)
-    for (int64_t r = 0; r < p.m; r += M) rows<T, M, N>(p.m - r, x + r * pitch, pitch, w + j * p.k, p.k, out + r * p.n + j, p.n);
+  for (; j < whole; j = std::min(j + group, whole))
+    for (int64_t r = 0; r < p.m; r += M)
+      for (int64_t c = j; c < std::min(j + group, whole); c += N)
+        rows<T, M, N>(p.m - r, x + r * pitch, pitch, w + c * p.k, p.k, out + r * p.n + c, p.n);
   for (; j < p.n; ++j)
     for (int64_t r = 0; r < p.m; r += M) rows<T, M, 1>(p.m - r, x + r * pitch, pitch, w + j * p.k, p.k, out + r * p.n + j, p.n);
 }

@@ -202,7 +202,7 @@ def slow(seconds: Callable[[], float]) -> Iterator[None]:
 
 #: What computes: torch's product and ours, alone and with what follows it, and pooling.
 COMPUTATIONS: tuple[tuple[Any, str], ...] = (
-    (torch, "mm"), (products, "_few"), (Repeat, "multiply"), (pooling, "_pool"),
+    (torch, "mm"), (products, "_ours"), (Repeat, "multiply"), (pooling, "_pool"),
 )  # fmt: skip
 
 

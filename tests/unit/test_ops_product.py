@@ -1,4 +1,4 @@
-"""Products on the CPU: few rows by a kernel of ours, 16-bit floats in fp32 where the CPU has no arithmetic for them."""
+"""Products on the CPU: some by a kernel of ours, 16-bit floats in fp32 where the CPU has no arithmetic for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as some
 from dovetail.coll.dtypes import DTYPES
 from dovetail.hw.cpu import native
 from dovetail.ops.cpu import product
-from dovetail.ops.cpu.product import FEWEST_ROWS, is_few, is_long, mm, ready
+from dovetail.ops.cpu.product import FEWEST_ROWS, is_ours, is_long, mm, ready
 
 HALVES = (torch.bfloat16, torch.float16)
 #: Those of the kernel, oldest first. A CPU that lacks one takes the newest that it has.
@@ -116,16 +116,24 @@ def test_what_is_no_number_stays_so(isa: int, dtype: torch.dtype, at: int) -> No
     torch.testing.assert_close(found, wanted, equal_nan=True)
 
 
-def test_who_multiplies_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product, "_most_rows", {torch.float32: 4, torch.float64: 0}.__getitem__)
+def test_many_rows_are_multiplied_in_blocks() -> None:
+    x, w, newest = torch.randn(300, 40), torch.randn(21, 40), len(INSTRUCTION_SETS) - 1
+    for dtype in (torch.float32, *HALVES):
+        one, other = x.to(dtype), w.to(dtype)
+        found = _multiplied(one, other, newest)
+        assert torch.equal(found, torch.cat([_multiplied(part, other, newest) for part in one.split(7)]))
+
+
+def test_who_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product, "_most_rows", lambda dtype, k: {torch.float32: 4, torch.float64: 0}[dtype])
     small, large = torch.empty(64, 1024), torch.empty(1024, 1024)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        assert [is_few(large, rows) for rows in (0, 1, 4, 5)] == [False, True, True, False]
-        assert not is_few(large.double(), 1)
+        assert [is_ours(large, rows) for rows in (0, 1, 4, 5)] == [False, True, True, False]
+        assert not is_ours(large.double(), 1)
         torch.set_num_threads(2)  # torch's product has both of them
-        assert not is_few(large, 1)
-        assert is_few(small, 4)
+        assert not is_ours(large, 1)
+        assert is_ours(small, 4)
     finally:
         torch.set_num_threads(threads)

@@ -1,9 +1,9 @@
 """x @ w.T on the CPU, as fast as it can be had.
 
-Owns two decisions. Few rows are multiplied by a kernel of our own (`native/product_kernels.cpp`): reading w is what
-takes time then, and torch's libraries pack it first, or use older instructions than the CPU has. And 16-bit floats are
-multiplied in fp32 where the CPU has no arithmetic for them: torch takes 2 to 10 times as long there, and rounds the
-same sums.
+Owns two decisions. Where that is faster, a kernel of our own multiplies (`native/product_kernels.cpp`): few rows, since
+reading w is what takes time then, and torch's libraries pack it first; any number where those use older instructions
+than the CPU has. And 16-bit floats are multiplied in fp32 where the CPU has no arithmetic for them: torch takes 2 to 10
+times as long there, and rounds the same sums.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ Multiply = Callable[..., torch.Tensor]
 
 def most_threads(dtype: torch.dtype, rows: int, n: int, k: int) -> int:
     """Of torch's, up to which our own kernel, which has one, multiplies so many rows of x."""
-    if not 0 < rows <= _most_rows(dtype):
+    if not 0 < rows <= _most_rows(dtype, k):
         return 0
     return 1 if rows * n * k > _ONE_THREAD else sys.maxsize
 
 
-def is_few(w: torch.Tensor, rows: int) -> bool:
+def is_ours(w: torch.Tensor, rows: int) -> bool:
     """Whether our own kernel multiplies so many rows of x."""
     return torch.get_num_threads() <= most_threads(w.dtype, rows, *w.shape)
 
@@ -53,14 +53,14 @@ def is_long(w: torch.Tensor, rows: int) -> bool:
 def mm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """x [m, k] times w [n, k], transposed; both are contiguous."""
     rows = x.shape[0]
-    if is_few(w, rows):
-        return _few(w, x)
+    if is_ours(w, rows):
+        return _ours(w, x)
     return _in_blocks(w, x) if is_long(w, rows) else torch.mm(x, w.t())
 
 
 def ready(w: torch.Tensor, rows: int) -> Multiply:
     """The same for several parts of x, of so many rows in all: w is made ready once."""
-    if is_few(w, rows) or not is_long(w, rows):
+    if is_ours(w, rows) or not is_long(w, rows):
         return functools.partial(_plain, w, w.t())
     if 4 * w.numel() > _KEPT_BYTES:
         return functools.partial(_in_blocks, w)
@@ -68,12 +68,12 @@ def ready(w: torch.Tensor, rows: int) -> Multiply:
 
 
 def _plain(w: torch.Tensor, columns: torch.Tensor, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    if is_few(w, x.shape[0]):
-        return _few(w, x, out)
+    if is_ours(w, x.shape[0]):
+        return _ours(w, x, out)
     return torch.mm(x, columns) if out is None else torch.mm(x, columns, out=out)
 
 
-def _few(w: torch.Tensor, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def _ours(w: torch.Tensor, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     (m, k), n = x.shape, w.shape[0]
     if out is None:
         out = x.new_empty((m, n))
@@ -98,10 +98,10 @@ def _in_blocks(w: torch.Tensor, x: torch.Tensor, out: torch.Tensor | None = None
     return out
 
 
-@functools.cache
-def _most_rows(dtype: torch.dtype) -> int:
+@functools.lru_cache(1024)
+def _most_rows(dtype: torch.dtype, k: int) -> int:
     """That our own kernel is faster for, on this CPU; 0 if it has none."""
-    return int(_native().most_rows(int(DTYPES[dtype]))) if dtype in DTYPES else 0
+    return int(_native().most_rows(int(DTYPES[dtype]), k)) if dtype in DTYPES else 0
 
 
 @functools.cache

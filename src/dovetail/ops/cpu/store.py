@@ -380,11 +380,11 @@ class Repeated(ABC):
     def _whole(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None = None, own: int = 0) -> torch.Tensor:
         """One product for everybody; what comes of all ranks' goes to `out`, or to where it was. This rank's part of it
         begins at byte `own`."""
-        repeat, few = self._repeat, torch.get_num_threads() <= self._most_threads
-        whole = x.new_empty(self._sizes[:2]) if few else mm(x, w)
+        repeat, ours = self._repeat, torch.get_num_threads() <= self._most_threads
+        whole = x.new_empty(self._sizes[:2]) if ours else mm(x, w)
         here = whole.data_ptr()
         there = here if out is None else out.data_ptr()
-        if few:
+        if ours:
             repeat.multiply((x.data_ptr(), w.data_ptr(), here), self._sizes, there, here + own)
         else:
             repeat.run(here, there, here + own)
