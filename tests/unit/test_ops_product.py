@@ -12,7 +12,7 @@ from hypothesis import strategies as some
 from dovetail.coll.dtypes import DTYPES
 from dovetail.hw.cpu import native
 from dovetail.ops.cpu import product
-from dovetail.ops.cpu.product import FEWEST_ROWS, is_ours, is_long, mm, ready
+from dovetail.ops.cpu.product import FEWEST_ROWS, is_long, is_ours, mm, ready
 
 HALVES = (torch.bfloat16, torch.float16)
 #: Those of the kernel, oldest first. A CPU that lacks one takes the newest that it has.

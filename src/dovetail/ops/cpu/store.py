@@ -24,7 +24,7 @@ from dovetail.coll.dtypes import DTYPES
 from dovetail.hw.cpu import native
 from dovetail.ops import calls
 from dovetail.ops.cpu import pooling
-from dovetail.ops.cpu.product import mm, most_threads, ready
+from dovetail.ops.cpu.product import mm, most_threads, ready, slow
 from dovetail.ops.group import NUM_WORDS, OpsGroup, Repeat
 from dovetail.plan.step import ReduceOp
 
@@ -37,6 +37,8 @@ _ONESHOT_BYTES = 1 << 20
 _STAGE_BYTES = 16 << 20
 #: Bytes of a result up to which it is copied out of the stage, and of an input up to which it is copied to the peers.
 _COPIED_BYTES, _COPIED_INPUT = 1 << 20, 2 << 20
+#: Bytes that are still in a cache when they are copied.
+_CACHED_BYTES = 2 << 20
 #: Posted instead of an offset: bags were sent to stages.
 _STAGED = -2
 
@@ -62,10 +64,13 @@ Order = Callable[[int, int], list[int]]
 
 def _in_one(c: calls.Product, rows: int, copied: int) -> bool:
     """Whether one product for all ranks' rows is the faster, although so many bytes are copied then: of few rows; of
-    16-bit floats, for which w is made ready anew in each; and where w, which each reads, is larger than what is
-    copied."""
+    16-bit floats, if w is made longer in each, or what is copied stays in a cache; and where w, which each reads, is
+    larger than what is copied."""
     others = c.world - 1
-    return others > 0 and (rows < _FEW_ROWS or c.dtype.itemsize < 4 or c.n * c.k * c.dtype.itemsize * others > copied)
+    if others == 0:
+        return False
+    is_short = c.dtype.itemsize < 4 and (copied <= _CACHED_BYTES or c.dtype in slow())
+    return rows < _FEW_ROWS or is_short or c.n * c.k * c.dtype.itemsize * others > copied
 
 
 def gemm_all_to_all(g: OpsGroup, c: calls.GemmAllToAll, *, order: Order = remote_first) -> torch.Tensor:
@@ -430,13 +435,13 @@ class _Direct(Repeated):
         repeat = self._repeat
         if repeat.is_over:
             return None
-        shape, columns, half, begin = self._shape, w.t(), repeat.half, x.storage_offset()
+        shape, multiply, half, begin = self._shape, ready(w, len(x)), repeat.half, x.storage_offset()
         stride, step = (shape[1], 1), shape[0] * shape[1]
         # As strided: the view that takes the least of torch, little of which is in a cache between two calls.
         *parts, own = [x.as_strided(shape, stride, begin + d * step) for d in self._order]
         for part, halves in zip(parts, self._there, strict=True):
-            torch.mm(part, columns, out=halves[half])
-        out = torch.mm(own, columns)
+            multiply(part, halves[half])
+        out = multiply(own)
         here = out.data_ptr()
         repeat.run(0, here, here)
         return out
