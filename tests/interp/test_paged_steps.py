@@ -68,10 +68,20 @@ def run(name: str) -> str:
 
 
 def together(steps: Any, made: Any, ids: torch.Tensor) -> str:
-    """Three requests of different lengths, decoded at once."""
+    """Requests of different lengths, decoded at once: three, then more than a step may have."""
+    for lengths, most in ([30, 5, 47], 256), ([3, 20, 9, 17, 2], 2):
+        steps.most_tokens = most
+        if error := decoded(steps, made, ids, lengths):
+            return f"{error} ({lengths})"
+        apart = {tokens for tokens, _, apart in steps._forms if apart}
+        if steps.paged and apart != ({4} if most == 256 else {4, 2}):
+            return f"decoded together: {apart}"
+    return ""
+
+
+def decoded(steps: Any, made: Any, ids: torch.Tensor, lengths: list[int]) -> str:
     from dovetail.kv.transformers import PagedCache
 
-    lengths = [30, 5, 47]
     caches = [PagedCache(steps.memory) for _ in lengths]
     for cache, length in zip(caches, lengths, strict=True):
         steps(ids[:, :length], cache)

@@ -248,3 +248,34 @@ def test_verdicts_say_where_ours_does_not_win() -> None:
 def test_errors_of_usage(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(*words.split()) == 2
     assert message in capsys.readouterr().err
+
+
+def test_requests_decoded_together_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By steps of fixed form, which are graphs on a GPU; then with tokens that went to somebody else."""
+    spec = dataclasses.replace(SPEC, graphs=True, tokens=(64,), hit_rates=(0.5,), num_requests=4, new_tokens=4)
+    rows, _ = run.measure(spec, None)
+    rows = [row for row in rows if row["section"] == "requests"]
+    assert [row["correct"] for row in rows] == [True] * 4
+    assert {(row["decoded"], row["decoded_at_once"]) for row in rows} == {("together", 3)}
+    decode, passes = Server.decode, []
+
+    def swapped(self: Server, tokens: torch.Tensor, caches: Any) -> torch.Tensor:
+        passes.append(len(caches))
+        return decode(self, tokens, caches[::-1] if len(passes) > 6 else caches)  # the reference is right
+
+    monkeypatch.setattr(Server, "decode", swapped)
+    assert [row["correct"] for row in run.measure(spec, None)[0]][4:] == [False] * 4
+    monkeypatch.setattr(Server, "decode", lambda self, tokens, caches: torch.full((len(caches), 99), float("nan")))
+    assert [row["correct"] for row in run.measure(spec, None)[0]][4:] == [False] * 4
+
+
+def test_a_prompt_whose_prefix_is_there_is_computed_first() -> None:
+    class Cache:
+        def __init__(self, has_arrived: bool) -> None:
+            self.has_arrived = has_arrived
+
+    late, here = (throughput._Flight(None, Cache(arrived), 1) for arrived in (False, True))  # type: ignore[arg-type]
+    assert throughput._next([late, here], is_urgent=False) is here
+    assert throughput._next([late], is_urgent=False) is None
+    assert throughput._next([late], is_urgent=True) is late
+    assert throughput._next([], is_urgent=True) is None

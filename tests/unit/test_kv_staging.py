@@ -34,6 +34,7 @@ from dovetail.kv.layout import Layout, block_outermost, layer_outermost
 from dovetail.kv.mover import GpuMover
 from dovetail.kv.plain import CpuMover
 from dovetail.kv.planner import Direction, Pieces, Table, layer_tables, table
+from dovetail.kv.prefixes import Prefixes
 from dovetail.kv.staging import Half, Staging
 
 CHUNK_BYTES, NUM_CHUNKS = 4096, 3
@@ -672,3 +673,31 @@ def test_a_kernel_is_launched_without_triton_once_it_is_compiled(
     launch(half, 99)
     assert (len(slow), len(quick)) == (7, 7)
     assert {(grid, stream) for grid, _, stream in quick} == {((5, 1, 1), 99)}
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["compiled", "no compiler"])
+def test_what_is_compiled_beforehand(device: Device, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For rows that can be staged; where Triton can't compile, auto goes on without."""
+    asked: list[int] = []
+
+    class Kernel:
+        def __init__(self, _: Device) -> None: ...
+
+        def prepare(self, row_bytes: int) -> None:
+            if fails:
+                raise RuntimeError("Failed to find C compiler")
+            asked.append(row_bytes)
+
+    monkeypatch.setattr(staging, "has_kernel", lambda: True)
+    monkeypatch.setattr("dovetail.kv.mover.Kernel", Kernel)
+    layout = layout_of(rows=4, row_bytes=4096)
+    cache = device.driver.device_alloc(layout.size_bytes)
+    try:
+        with Prefixes.on_gpu(device, layout, cache, pool_bytes=8 * layout.slot_bytes) as kept:
+            assert asked == ([] if fails else [4096])
+            assert kept._mover._auto.can_stage is not fails  # type: ignore[attr-defined]
+        if fails:
+            with pytest.raises(RuntimeError, match="C compiler"):
+                Prefixes.on_gpu(device, layout, cache, pool_bytes=8 * layout.slot_bytes, path="staged")
+    finally:
+        device.driver.device_free(cache)

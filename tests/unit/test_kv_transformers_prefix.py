@@ -222,6 +222,18 @@ def test_how_many_layers_at_a_time() -> None:
     assert prefix.few_layers(shape(8 << 10, 20), 4096, 1) == 8  # rows would be too short
 
 
+def test_a_fetch_by_few_layers_is_told_how_few_copies_can_bring_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(prefix, "few_layers", lambda shape, *given: told.append(given))
+    store, mover = late(memory())
+    store.layers = "auto"
+    monkeypatch.setattr(mover, "fewest_copies", lambda path, num_blocks, num_runs: 100 * num_blocks + num_runs)
+    serve(store, IDS)
+    with store.begin(IDS):
+        pass
+    assert told == [(0, 0), (3, 301)]  # three blocks, in one run of slots
+
+
 def test_layers_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix, "_LONG_BYTES", 1)
     monkeypatch.setattr(prefix, "_COPY_BYTES", 1)

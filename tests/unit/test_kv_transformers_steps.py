@@ -115,16 +115,16 @@ def test_requests_are_decoded_together_as_if_alone(lengths: list[int], turns: in
             assert far(taken(prompt(3), cache), plain(prompt(3), stock)) < ROUNDING
 
 
-def test_few_short_requests_are_decoded_at_once_and_others_in_turn() -> None:
-    """The model's own attention goes over the tokens of all requests for each of them."""
-    taken = Steps(MODEL, blocks := memory(256))
-    caches = [PagedCache(blocks) for _ in range(9)]
+def test_a_request_without_numbers_spoils_no_other() -> None:
+    taken, alone = Steps(MODEL, blocks := memory(256)), []
+    caches = [PagedCache(blocks) for _ in range(3)]
     for n, cache in enumerate(caches):
         taken(prompt(10 + n), cache)
-    for some, apart in ((caches[:8], {8}), (caches, {8}), (caches[:2], {8, 2})):
-        taken.decode([3] * len(some), some)
-        assert {tokens for tokens, _, apart in taken._forms if apart} == apart
-    assert [cache.get_seq_length() for cache in caches] == [13, 14, *range(14, 20), 19]
+        alone.append(taken([7], cache))
+        cache.begin_at(10 + n)
+    blocks.tokens[:, caches[1].pages.enter(0, 0)[4]] = float("inf")
+    found = taken.decode([7, 7, 7], caches)
+    assert [torch.equal(a, b) for a, b in zip(found, alone, strict=True)] == [True, False, True]
 
 
 def test_a_rotation_by_the_longest_is_that_of_each_request() -> None:
@@ -145,19 +145,20 @@ def test_a_rotation_by_the_longest_is_that_of_each_request() -> None:
 
 
 def test_places_are_copied_again_only_when_they_change() -> None:
-    taken = Steps(MODEL, blocks := memory())
-    with PagedCache(blocks) as one, PagedCache(blocks, num_tokens=32) as two:
-        for cache in (one, two):
-            taken(prompt(15), cache)
-        taken.decode([5, 6], [one, two])
-        (form,) = (form for form in taken._forms.values() if form.apart)
-        form._rows.zero_()
-        for tokens in (17, 18):
-            taken.decode([5, 6], [one, two])  # the first needs another block for token 17, and then no more
-            assert one.get_seq_length() == tokens
-            assert torch.equal(form._rows[0, :32], one.pages.enter(0, 0)) is (tokens == 17)
-            assert not form._rows[1].any()
-            form._rows.zero_()
+    blocks = memory()
+    form = forms.Form(MODEL, MODEL.forward, blocks, None, num_tokens=4, room=48, apart=True, paged=True)
+    one, two, longer = torch.arange(16), torch.arange(100, 132), torch.arange(32)
+    for rows, copied in (
+        ([one, two], [True] * 4),  # the last fills the form up
+        ([one, two], [False] * 4),
+        ([longer, two], [True, False, False, False]),
+        ([two, longer], [True] * 4),
+    ):
+        form._rows.fill_(-1)
+        form.fill(torch.tensor([5, 6]), [15, 31], rows)
+        assert [bool((form._rows[n] >= 0).any()) for n in range(4)] == copied
+        for n, mine in enumerate((*rows, rows[1], rows[1])):
+            assert not copied[n] or form._rows[n].tolist() == [*mine.tolist(), *[-1] * (48 - len(mine))]
 
 
 def late(blocks: PagedMemory, layers: int | None) -> PrefixStore:

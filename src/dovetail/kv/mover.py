@@ -238,13 +238,25 @@ class GpuMover:
             copy(d, d_pitch, s, s_pitch, width, rows, where)
 
     def prepare(self, path: Path | str, row_bytes: Collection[int]) -> None:
-        """Compiles what a path needs for rows of these lengths, so that no transfer waits for it: some 0.1 s each."""
+        """Compiles what a path needs for rows of these lengths, so that no transfer waits for it: some 0.1 s each.
+
+        Where that fails (Triton without a C compiler, say), `auto` leaves the path out.
+        """
         lengths = [length for length in row_bytes if not length % VECTOR_BYTES]
-        if lengths and self._launch is None and self._may_stage(Path(path)) and staging.has_kernel():
-            self._device.enter()
-            self._launch = kernel = Kernel(self._device)
+        if not lengths or self._launch is not None or not self._may_stage(Path(path)) or not staging.has_kernel():
+            return
+        self._device.enter()
+        try:
+            kernel = Kernel(self._device)
             for length in lengths:
                 kernel.prepare(length)
+        except Exception as error:  # of Triton, of many kinds
+            if path != Path.AUTO:
+                raise
+            logger.warning("auto leaves out the paths staged and mixed: their kernel can't be compiled: %s", error)
+            self._auto.leave_out(BY_STAGING)
+            return
+        self._launch = kernel
 
     def _may_stage(self, path: Path) -> bool:
         return self._auto.can_stage if path is Path.AUTO else path in BY_STAGING

@@ -1,8 +1,8 @@
 """The path `staged`: contiguous copies between host memory and staging memory on the GPU, and a kernel beyond.
 
 An engine pays for every row of a strided copy, and two to three times as much beside computation, when memory answers
-late; a contiguous copy pays for none. The kernel moves rows at the speed of the GPU's memory, so it needs
-multiprocessors for a few percent of the time that the link needs.
+late; a contiguous copy pays for none, and one of parts of slots, for a few layers, for few. The kernel moves rows at
+the speed of the GPU's memory, so it needs multiprocessors for a few percent of the time that the link needs.
 
 Owns staging memory in chunks, used round and round, and the order between the two halves. A chunk is filled only after
 it was emptied, and emptied only after it was filled. The kernel waits for a place between the kernels of others, and

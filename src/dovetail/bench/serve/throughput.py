@@ -2,9 +2,10 @@
 
 A request is a prefix, a suffix that is never kept, and a few tokens to decode. The server goes in rounds: it admits,
 and so fetches, what it has room for, computes the prompt of one whose prefix has arrived, and decodes a token of all
-that have begun, together where steps are graphs. Tokens stay on the device; the host is one round ahead. Who has missed
-keeps his prefix afterwards, under a salt of the pass, so that the next contender misses it too. Contenders have turns,
-pass by pass, over the same requests; the first pass of each does not count.
+that have begun, together where steps are graphs: with one prompt a round, of as many at most as each has tokens to
+decode. Tokens stay on the device; the host is one round ahead. Who has missed keeps his prefix afterwards, under a salt
+of the pass, so that the next contender misses it too. Contenders have turns, pass by pass, over the same requests; the
+first pass of each does not count.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ SECTION = "requests"
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt, whether its prefix is kept, and the logits of its first token."""
+    """A prompt, whether its prefix is kept, the logits of its first token, and what follows."""
 
     prompt: Tokens
     hit: bool
     whole: torch.Tensor | None = None
     stepped: torch.Tensor | None = None
+    text: torch.Tensor | None = None  #: of each token behind the first: its logit, and which it is
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +49,7 @@ class _Flight:
     cache: PagedCache
     left: int  #: tokens to decode
     last: torch.Tensor | None = None  #: token, on the device
+    text: list[torch.Tensor] = field(default_factory=list)  #: logit and token of each decoded one, likewise
 
 
 @dataclass(slots=True)
@@ -55,6 +58,7 @@ class _Entry:
     likeness: Likeness
     seconds: list[float] = field(default_factory=list)
     fetched: int = 0  #: tokens, in one pass
+    together: list[int] = field(default_factory=list)  #: requests of each decoding, in one pass
 
 
 def measure(spec: Spec, server: Server, contenders: list[Contender], hit_rate: float) -> list[Row]:
@@ -110,12 +114,16 @@ def _serve(spec: Spec, server: Server, requests: list[Request], entry: _Entry, *
     contender = entry.contender
     waiting, coming, decoding = deque(requests), list[_Flight](), list[_Flight]()
     firsts: dict[int, Landing] = {}  # of a request, by its id: the logits of its first token
+    texts: dict[int, Landing] = {}  # and what came behind it
     rounds = deque[Landing]()
     moves: list[Move] = []
     fetched = 0
+    entry.together = []
 
     def leave(flight: _Flight) -> None:
         decoding.remove(flight)
+        if flight.text:
+            texts[id(flight.request)] = Landing(torch.stack(flight.text))
         with flight.cache:
             if contender.store is not None and not flight.request.hit:
                 prefix = flight.request.prompt[: spec.serve_tokens]
@@ -137,12 +145,12 @@ def _serve(spec: Spec, server: Server, requests: list[Request], entry: _Entry, *
                 logits = server.compute(flight.request.prompt, flight.cache)
                 firsts[id(flight.request)] = Landing(logits)
                 flight.last = logits.argmax()
-            rounds.append(Landing(_decode(server, decoding)))
+            rounds.append(Landing(_decode(server, decoding, entry.together)))
             for flight in [flight for flight in decoding if not flight.left]:
                 leave(flight)
             if len(rounds) > 1:
                 rounds.popleft().wait()
-        for landing in (*rounds, *firsts.values()):
+        for landing in (*rounds, *firsts.values(), *texts.values()):
             landing.wait()
     finally:
         for flight in (*coming, *decoding):
@@ -153,19 +161,24 @@ def _serve(spec: Spec, server: Server, requests: list[Request], entry: _Entry, *
     entry.fetched = fetched
     for request in requests:
         logits = firsts[id(request)].wait()
-        if request.whole is None:
-            request.whole = logits
+        text = texts[id(request)].wait() if id(request) in texts else torch.empty(0, 2)
+        if request.whole is None or request.text is None:
+            request.whole, request.text = logits, text
         stepped = request.whole if contender.fetch is None else request.stepped
         assert stepped is not None
         entry.likeness.add(logits, request.whole, stepped)
+        entry.likeness.add_text(text, request.text, logits, request.whole)
 
 
-def _decode(server: Server, flights: list[_Flight]) -> torch.Tensor:
-    """One more token of each that wants one; the last tokens of all."""
+def _decode(server: Server, flights: list[_Flight], together: list[int]) -> torch.Tensor:
+    """One more token of each that wants one; the last tokens of all. `together` gets how many those were."""
     if going := [flight for flight in flights if flight.left]:
-        logits = server.decode(_last(going), [flight.cache for flight in going])
-        for flight, token in zip(going, logits.argmax(1), strict=True):
+        together.append(len(going))
+        largest, tokens = server.decode(_last(going), [flight.cache for flight in going]).max(1)
+        said = torch.stack((largest, tokens), 1)  # as floats, which tell all tokens apart
+        for flight, token, text in zip(going, tokens, said, strict=True):
             flight.last, flight.left = token, flight.left - 1
+            flight.text.append(text)
     return _last(flights)
 
 
@@ -189,6 +202,7 @@ def _row(spec: Spec, entry: _Entry, hit_rate: float, requests: list[Request]) ->
         "section": SECTION, "tokens": spec.serve_tokens, "suffix_tokens": spec.suffix_tokens,
         "new_tokens": spec.new_tokens, "hit_rate": hit_rate, "num_hits": hits, "num_requests": len(requests),
         "in_flight": spec.in_flight, "decoded": "together" if spec.graphs else "one by one",
+        "decoded_at_once": max(entry.together, default=0),
         "contender": entry.contender.name, "path": entry.contender.path,
         "fetched_tokens": entry.fetched, "requests_per_s": len(requests) / seconds if right else None,
         "time_us": round(seconds * 1e6 / len(requests), 1) if right else None,

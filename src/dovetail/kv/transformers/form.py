@@ -2,8 +2,8 @@
 
 Ids, positions and the places of tokens are read from buffers, so one graph serves all requests of a size, in whatever
 blocks they lie. The tokens of a step follow each other in one sequence; or they are *apart*, each behind a sequence of
-its own: to the model they are one row of tokens all the same, only attention and places tell them apart. Owns those
-buffers, the capture, and the cache that the model is given meanwhile.
+its own: to the model they are one row of tokens all the same, only places and attention over blocks tell them apart.
+Owns those buffers, the capture, and the cache that the model is given meanwhile.
 
 Legend: S tokens of a step, N sequences (1 or S), C tokens of each that a form has room for, H heads, D their width.
 """
@@ -88,7 +88,8 @@ class Form:
         apart: bool,
         paged: bool,
     ) -> None:
-        """`forward` is that of the model; without a recorder there is no graph; `paged`: attention is over blocks."""
+        """`forward` is that of the model; without a recorder there is no graph; `paged`: attention is over blocks, which
+        it must be where tokens are `apart`."""
         device = memory.device
         self.memory, self.room, self.num_tokens, self.apart, self.paged = memory, room, num_tokens, apart, paged
         self._model, self._forward, self._recorder = model, forward, recorder
@@ -170,11 +171,8 @@ class Form:
         assert self._order is not None
         # Behind the last token the first one is read again: it is a number, and its weight is 0.
         visible = self._order <= positions.unsqueeze(1)  # [S, C]
-        self.seen = torch.where(visible if self.apart else visible[-1:], self._rows, self._rows[:, :1]).flatten()
+        self.seen = torch.where(visible[-1], self._rows[0], self._rows[0, :1])
         hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=positions.device)
-        if self.apart:  # [S, S * C]: each sees its own sequence
-            own = torch.eye(len(positions), dtype=torch.bool, device=positions.device)
-            visible = (own.unsqueeze(2) & visible.unsqueeze(1)).flatten(1)
         mask = torch.where(visible, torch.zeros_like(hidden), hidden)
         return self._logits_of(mask.view(1, 1, *mask.shape))
 
@@ -201,7 +199,7 @@ class FormLayer(CacheLayerMixin):  # type: ignore[misc]
         """Nothing to do: the memory is there."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Pair:
-        """[1, H, S, D] each; K and V of all tokens, [1, H, N * C, D], unless attention reads them where they lie."""
+        """[1, H, S, D] each; K and V of all tokens, [1, H, C, D], unless attention reads them where they lie."""
         form = self._form
         form.arrive(self._index)
         tokens, words = form.memory.tokens[self._index], form.memory.words[self._index]
@@ -223,7 +221,7 @@ class FormLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_max_length(self) -> int:
         """All that there is room for."""
-        return cast(int, self._form.room * (self._form.num_tokens if self._form.apart else 1))
+        return cast(int, self._form.room)
 
 
 def pinned(given: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -30,7 +30,7 @@ AUTO: Literal["auto"] = "auto"
 _LONG_BYTES = 64 << 20  # about a millisecond of a fast link
 _MOST_PARTS = 4
 _COPY_BYTES = 512 << 10  # shorter ones take longer to issue than to move
-_ROW_BYTES = 64 << 10  # of a copy: an engine is not slower for rows as long as this
+_ROW_BYTES = 64 << 10  # of a copy: what an engine takes for each row is a tenth of its bytes' time
 
 
 class PrefixStore:

@@ -28,7 +28,6 @@ from dovetail.kv.transformers.prefix import Tokens, row_of
 logger = logging.getLogger(__name__)
 
 _LEAST_ROOM = 256
-_MOST_APART = 2048  # tokens of all requests that the model's own attention goes over for each of them
 _TABLE_BYTES = 16 << 20  # of the places that a form knows: no more, unless a request is longer
 _PARTS = 8  # forms to each doubling of the room: what is read in vain is an eighth at most
 _ATTENTION = ("sdpa", "eager")  # those that a mask of numbers can be given to
@@ -119,10 +118,11 @@ class Steps:
     def decode(self, token_ids: Tokens, caches: Sequence[PagedCache]) -> torch.Tensor:
         """Computes one more token of each of several requests at once: `token_ids[n]` behind what `caches[n]` has.
 
-        With attention over blocks the model's weights are read once for all of them, so it takes hardly longer than
-        one. With the model's own attention that is so for a few short requests; others are computed one after the
-        other, as are those of a model whose rotation depends on the longest. Returns the logits, [requests, words] in
-        float32: those of each request alone, but for rounding.
+        With attention over blocks up to `most_tokens` of them are one step, and the model's weights are read once for
+        all. With the model's own attention they are computed one after the other: it would go over the tokens of all
+        for each, and a number in one request that is none would be one in all. So are those of a model whose rotation
+        depends on the longest. Returns the logits, [requests, words] in float32: those of each request alone, but for
+        rounding.
 
         Raises:
             ValueError: not a token for each cache, none, a cache that is there twice, or one as of a step; nothing has
@@ -144,21 +144,17 @@ class Steps:
             return logits.clone()
 
     def _decoded(self, ids: torch.Tensor, caches: Sequence[PagedCache]) -> torch.Tensor:
-        """One token of each: as many at once as is best."""
+        """One token of each: as many at once as may be."""
         parts = []
-        while len(caches) > (most := self._most_together(caches)):
+        while len(caches) > (most := self._most_together):
             parts.append(self._short(ids[:most], caches[:most])[:most].clone())  # the next graph writes there too
             ids, caches = ids[most:], caches[most:]
         parts.append(self._short(ids, caches)[: len(caches)])
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _most_together(self, caches: Sequence[PagedCache]) -> int:
-        if self._by_longest:
-            return 1
-        if self.paged:
-            return self.most_tokens
-        room = _room(max(cache.get_seq_length() for cache in caches) + 1)
-        return len(caches) if _octave(len(caches)) * room <= _MOST_APART else 1
+    @property
+    def _most_together(self) -> int:
+        return self.most_tokens if self.paged and not self._by_longest else 1
 
     def _check(self, cache: PagedCache) -> None:
         if cache.pages.num_sequences != 1 or cache.pages.memory is not self.memory:
