@@ -244,7 +244,7 @@ NB_MODULE(_native, m) {
   m.def("multiply", [](int dtype, uint64_t x, uint64_t w, uint64_t out, int64_t rows, int64_t n, int64_t k, int isa) {
     product(static_cast<DType>(dtype), x, w, out, rows, n, k, static_cast<Isa>(isa));
   }, "dtype"_a, "x"_a, "w"_a, "out"_a, "rows"_a, "n"_a, "k"_a, "isa"_a = static_cast<int>(Isa::Avx512Bf16));
-  m.def("most_rows", [](int dtype, int64_t k) { return most_rows(static_cast<DType>(dtype), k); }, "dtype"_a, "k"_a);
+  m.def("most_rows", [](int dtype, int64_t n, int64_t k) { return most_rows(static_cast<DType>(dtype), n, k); }, "dtype"_a, "n"_a, "k"_a);
   m.def("set_streaming_bytes", [](uint64_t n) { streaming_bytes = n; });
   m.attr("STEP_BYTES") = sizeof(Step);
   m.attr("SOURCE_BYTES") = sizeof(Source);

@@ -22,7 +22,7 @@ DECLARE_ISA(avx512bf16)
 namespace {
 
 constexpr int64_t kMostStep = 32;  // items of a row that a kernel takes at once
-constexpr int64_t kBlockRows = 128;  // of x: they stay in a cache while all of w goes by
+constexpr int64_t kLeastRows = 16, kMostRows = 128, kBlockItems = 1 << 18;  // of x: they stay in a cache while all of w goes by
 
 Isa best() {
 #if defined(DV_HAVE_AVX512BF16)
@@ -60,28 +60,32 @@ bool multiplies(DType type) { return type == DType::F16 || type == DType::BF16 |
 void multiply(Product p, Isa isa) {
   thread_local std::vector<float> scratch;  // not the kernels': what they make of std's templates, others could be linked to
   const int64_t size = p.type == DType::F32 ? 4 : 2, rows = p.m;
-  const auto needed = static_cast<size_t>(std::min(rows, kBlockRows) * ((p.k + kMostStep - 1) / kMostStep * kMostStep));
+  const int64_t block = std::clamp(kBlockItems / std::max<int64_t>(p.k, 1), kLeastRows, kMostRows);
+  const auto needed = static_cast<size_t>(std::min(rows, block) * ((p.k + kMostStep - 1) / kMostStep * kMostStep));
   if ((p.type != DType::F32 || p.k % kMostStep) && scratch.size() < needed) scratch.resize(needed);
   p.scratch = scratch.data();
   const auto kernel = kernel_of(std::min(isa, best()));
   for (int64_t done = 0; done < rows; done += p.m, p.x += p.m * p.k * size, p.out += p.m * p.n * size) {
-    p.m = std::min(rows - done, kBlockRows);
+    p.m = std::min(rows - done, block);
     kernel(p);
   }
 }
 
 // Measured on a Zen 5 core, each instruction set against what torch's libraries have for it. MKL uses AVX-512 on Intel's CPUs only,
-// and nothing multiplies fp16 without instructions for it: there every product of ours is the faster. Elsewhere few rows are, as
-// long as reading w is the work: libraries pack it first, which pays for more rows, sooner if they are short.
-int64_t most_rows(DType type, int64_t k) {
-  constexpr int64_t kAll = std::numeric_limits<int64_t>::max(), kShort = 128;
+// and nothing multiplies fp16 without instructions for it: there products of ours are faster, unless rows are so short, or so few
+// of w, that adding up lanes, or making x longer, is the work. Elsewhere few rows are, as long as reading w is the work: libraries
+// pack it first, which pays for more rows.
+int64_t most_rows(DType type, int64_t n, int64_t k) {
+  constexpr int64_t kAll = std::numeric_limits<int64_t>::max(), kWide = 2048;
   const Isa isa = best();
-  if (isa == Isa::Base) return 0;
-  const bool wider = isa >= Isa::Avx512 && !is_intel();
+  if (isa == Isa::Base || k < 1) return 0;
+  if (isa == Isa::Avx2 && k % kMostStep) return 0;  // the rest of a row goes by way of the stack there
+  const bool wider = isa >= Isa::Avx512 && !is_intel(), is_wide = n >= 8;
+  const bool is_long = k >= 64 || (k >= 32 && k % 16 == 0);
   switch (type) {
-    case DType::F32: return wider ? kAll : 4;
-    case DType::F16: return has_half_floats() ? 4 : wider ? kAll : 15;
-    case DType::BF16: return isa != Isa::Avx512Bf16 ? 15 : is_intel() ? 8 : k < kShort ? 16 : 32;
+    case DType::F32: return wider && is_wide && is_long ? kAll : 4;
+    case DType::F16: return has_half_floats() || !is_wide ? 4 : wider && k >= 64 ? kAll : 15;
+    case DType::BF16: return isa != Isa::Avx512Bf16 ? 15 : is_intel() || n > kWide || k < 32 ? 8 : 16;
     default: return 0;
   }
 }

@@ -9,7 +9,7 @@
 namespace dovetail {
 
 struct Product {
-  DType type;  // F16, BF16 (multiplied and added up in fp32, rounded once), F32
+  DType type;  // F16, BF16 (multiplied and added up in fp32, rounded once; instructions for bf16 take subnormals for 0), F32
   const char* x;
   const char* w;
   char* out;  // [m, n]; all three without gaps, and none over another
@@ -22,7 +22,7 @@ bool multiplies(DType type);
 // By the best instruction set that there is, or an older one.
 void multiply(Product p, Isa isa = Isa::Avx512Bf16);
 
-// Up to how many rows of x, k long, `multiply` is faster than torch's product on such a CPU.
-int64_t most_rows(DType type, int64_t k);
+// Up to how many rows of x `multiply` is faster than torch's product on such a CPU, with n rows of w, all k long.
+int64_t most_rows(DType type, int64_t n, int64_t k);
 
 }  // namespace dovetail

@@ -3,7 +3,6 @@
 // not pay.
 // A result is a sum of products by lanes of a vector, in their order, and then of the lanes: its bits depend on the instruction
 // set, not on m or n.
-#include <algorithm>
 #include <type_traits>
 
 #include "items.h"
@@ -35,6 +34,21 @@ V read(const void* p) {
   return v;
 }
 
+// The first `count` items, and zeros.
+template <class V, class S>
+V read_first(const S* p, int64_t count) {
+#if defined(__AVX512F__)
+  const auto mask = (uint64_t{1} << count) - 1;
+  if constexpr (sizeof(S) == 4) return reinterpret_cast<V>(_mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), p));
+  if constexpr (sizeof(S) == 2 && sizeof(V) == 64) return reinterpret_cast<V>(_mm512_maskz_loadu_epi16(static_cast<__mmask32>(mask), p));
+  if constexpr (sizeof(S) == 2 && sizeof(V) == 32) return reinterpret_cast<V>(_mm256_maskz_loadu_epi16(static_cast<__mmask16>(mask), p));
+#else
+  S rest[sizeof(V) / sizeof(S)] = {};
+  std::memcpy(rest, p, count * sizeof(S));
+  return read<V>(rest);
+#endif
+}
+
 // How `kStep` items of a row are multiplied. Rows of x are made ready (`prepare`): floats, in the order in which w is read. They may
 // stay as they are if they are such already.
 
@@ -44,6 +58,7 @@ struct Floats {
   using Operand = Vec;
   static constexpr int kStep = kLanes;
   static Operand weights(const float* p) { return read<Vec>(p); }
+  static Operand weights(const float* p, int64_t count) { return read_first<Vec>(p, count); }
   static Operand inputs(const float* p) { return read<Vec>(p); }
   static void add(Vec& sum, const Operand& x, const Operand& w) { sum += x * w; }
   static void prepare(const float* from, float* to) { std::memcpy(to, from, kStep * sizeof *to); }
@@ -56,6 +71,7 @@ struct BFloats {
   using Operand = __m512bh;
   static constexpr int kStep = 2 * kLanes;
   static Operand weights(const uint16_t* p) { return read<Operand>(p); }
+  static Operand weights(const uint16_t* p, int64_t count) { return read_first<Operand>(p, count); }
   static Operand inputs(const uint16_t* p) { return read<Operand>(p); }
   static void add(Vec& sum, const Operand& x, const Operand& w) {
     sum = reinterpret_cast<Vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), x, w));
@@ -71,8 +87,9 @@ struct BFloats {
     Vec lower, upper;
   };
   static constexpr int kStep = 2 * kLanes;
-  static Operand weights(const uint16_t* p) {
-    const Words both = read<Words>(p);
+  static Operand weights(const uint16_t* p) { return apart(read<Words>(p)); }
+  static Operand weights(const uint16_t* p, int64_t count) { return apart(read_first<Words>(p, count)); }
+  static Operand apart(const Words& both) {
     return {reinterpret_cast<Vec>(both << 16), reinterpret_cast<Vec>(both & 0xffff0000u)};
   }
   static Operand inputs(const float* p) { return {read<Vec>(p), read<Vec>(p + kLanes)}; }
@@ -91,17 +108,22 @@ struct Halves {
   using Input = float;
   using Operand = Vec;
   static constexpr int kStep = kLanes;
-  static Operand weights(const _Float16* p) {
 #if defined(__AVX512F__)
-    return reinterpret_cast<Vec>(_mm512_cvtph_ps(read<__m256i>(p)));
+  using Packed = __m256i;
+  static Operand longer(Packed p) { return reinterpret_cast<Vec>(_mm512_maskz_cvtph_ps(0xffff, p)); }
 #elif defined(__F16C__)
-    return reinterpret_cast<Vec>(_mm256_cvtph_ps(read<__m128i>(p)));
+  using Packed = __m128i;
+  static Operand longer(Packed p) { return reinterpret_cast<Vec>(_mm256_cvtph_ps(p)); }
 #else
+  typedef _Float16 Packed __attribute__((vector_size(kLanes * 2)));
+  static Operand longer(Packed p) {
     Vec v;
     for (int i = 0; i < kLanes; ++i) v[i] = Half::load(p[i]);
     return v;
-#endif
   }
+#endif
+  static Operand weights(const _Float16* p) { return longer(read<Packed>(p)); }
+  static Operand weights(const _Float16* p, int64_t count) { return longer(read_first<Packed>(p, count)); }
   static Operand inputs(const float* p) { return read<Vec>(p); }
   static void add(Vec& sum, const Operand& x, const Operand& w) { sum += x * w; }
   static void prepare(const _Float16* from, float* to) {
@@ -155,32 +177,27 @@ Four sums(const Four& a, const Four& b, const Four& c, const Four& d) {
 template <class T, int M, int N>
 void tile(const typename T::Input* x, int64_t pitch, const typename T::Item::Store* w, int64_t k, typename T::Item::Store* out, int64_t n) {
   using S = typename T::Item::Store;
-  Vec sum[M][N];
+  Vec sum[M * N];
 #pragma GCC unroll 16
-  for (int a = 0; a < M; ++a)
-#pragma GCC unroll 16
-    for (int b = 0; b < N; ++b) sum[a][b] = Vec{};
-  const auto step = [&](int64_t i, const S* from, int64_t apart) [[gnu::always_inline]] {
+  for (int c = 0; c < M * N; ++c) sum[c] = Vec{};
+  // `count`: nothing, or how many items are left.
+  const auto step = [&](int64_t i, auto... count) __attribute__((always_inline)) {
     typename T::Operand weights[N];
 #pragma GCC unroll 16
-    for (int b = 0; b < N; ++b) weights[b] = T::weights(from + b * apart);
+    for (int b = 0; b < N; ++b) weights[b] = T::weights(w + b * k + i, count...);
 #pragma GCC unroll 16
     for (int a = 0; a < M; ++a) {
       const typename T::Operand input = T::inputs(x + a * pitch + i);
 #pragma GCC unroll 16
-      for (int b = 0; b < N; ++b) T::add(sum[a][b], input, weights[b]);
+      for (int b = 0; b < N; ++b) T::add(sum[a * N + b], input, weights[b]);
     }
   };
   int64_t i = 0;
-  for (; i + T::kStep <= k; i += T::kStep) step(i, w + i, k);
-  if (i < k) {  // the rest, and zeros
-    S rest[N * T::kStep] = {};
-    for (int b = 0; b < N; ++b) std::memcpy(rest + b * T::kStep, w + b * k + i, (k - i) * sizeof(S));
-    step(i, rest, T::kStep);
-  }
+  for (; i + T::kStep <= k; i += T::kStep) step(i);
+  if (i < k) step(i, k - i);
 #if defined(__AVX512F__)
   if constexpr (M * N == kLanes) {
-    const Vec all = sums(sum[0]);
+    const Vec all = sums(sum);
     S found[kLanes];
     for (int c = 0; c < kLanes; ++c) found[c] = T::Item::save(all[c]);
     for (int a = 0; a < M; ++a) std::memcpy(out + a * n, found + a * N, N * sizeof(S));
@@ -189,11 +206,11 @@ void tile(const typename T::Input* x, int64_t pitch, const typename T::Item::Sto
 #endif
   for (int a = 0; a < M; ++a)
     if constexpr (N == 1) {
-      const Four one = fold(sum[a][0]);
+      const Four one = fold(sum[a]);
       out[a * n] = T::Item::save(sums(one, one, one, one)[0]);
     } else {
       for (int b = 0; b < N; b += 4) {
-        const Vec* v = sum[a] + b;
+        const Vec* v = sum + a * N + b;
         const Four found = sums(fold(v[0]), fold(v[1]), fold(v[2]), fold(v[3]));
         for (int c = 0; c < 4; ++c) out[a * n + b + c] = T::Item::save(found[c]);
       }
@@ -219,11 +236,11 @@ void columns(const Product& p, const typename T::Input* x, int64_t pitch) {
   while (group < kLineBytes / static_cast<int64_t>(sizeof(S)) && 2 * group * p.k * static_cast<int64_t>(sizeof(S)) <= kNearBytes) group *= 2;
   const int64_t whole = p.n / N * N;
   int64_t j = 0;
-  for (; j < whole; j = std::min(j + group, whole))
+  for (; j < whole; j += group)
     for (int64_t r = 0; r < p.m; r += M)
-      for (int64_t c = j; c < std::min(j + group, whole); c += N)
+      for (int64_t c = j; c < j + group && c < whole; c += N)
         rows<T, M, N>(p.m - r, x + r * pitch, pitch, w + c * p.k, p.k, out + r * p.n + c, p.n);
-  for (; j < p.n; ++j)
+  for (j = whole; j < p.n; ++j)
     for (int64_t r = 0; r < p.m; r += M) rows<T, M, 1>(p.m - r, x + r * pitch, pitch, w + j * p.k, p.k, out + r * p.n + j, p.n);
 }
 

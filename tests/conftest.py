@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,9 @@ TIERS = ("unit", "ranks", "interp", "gpu", "browser", "vllm")
 
 
 def pytest_configure() -> None:
-    """A shell ignores SIGINT in what it runs in the background, and so would all that tests start and interrupt."""
+    """Tests go by the shipped profile, not by what was tuned here. And a shell ignores SIGINT in what it runs in the
+    background, as would all that tests start and interrupt."""
+    os.environ.setdefault("DOVETAIL_PROFILE", str(Path(__file__).parent / "no profile.json"))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

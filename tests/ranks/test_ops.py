@@ -23,6 +23,7 @@ from dovetail import ops as fused
 from dovetail.errors import MismatchError
 from dovetail.hw.cpu import native
 from dovetail.ops.cpu import dma, store
+from dovetail.ops.cpu import product as products
 from dovetail.ops.group import OpsGroup, ops_group
 from tests.ranks import workers
 from tests.ranks.ops_cases import (
@@ -436,7 +437,8 @@ SHORT = [(op, False) for op in (*PUSHED, "direct") if op != "embedding_all_to_al
 
 @pytest.mark.parametrize(("op", "removed"), SHORT)
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_call_like_an_earlier_one(pools: Any, world: int, op: str, removed: bool) -> None:
+@pytest.mark.parametrize("most_rows", [0, 1 << 40], ids=["torch multiplies", "we multiply"])
+def test_a_call_like_an_earlier_one(pools: Any, world: int, op: str, removed: bool, most_rows: int) -> None:
     """The same shape again and again, others and a larger stage between, ranks late: the short way is taken, and right.
 
     Without its meeting, rank 0 adds up what the late ranks have not sent.
@@ -444,6 +446,7 @@ def test_a_call_like_an_earlier_one(pools: Any, world: int, op: str, removed: bo
 
     def job() -> tuple[int, list[int]]:
         g, wrong, taken = workers.world(), [], 0
+        ops_group(g).quick.clear()  # who multiplied before
         kinds = (store._InPlace, store._Scattered, store._Gathered, store._Direct)
 
         def counted(self: Any, x: torch.Tensor, w: torch.Tensor) -> Any:
@@ -466,6 +469,7 @@ def test_a_call_like_an_earlier_one(pools: Any, world: int, op: str, removed: bo
         short: dict[type, Any] = {kind: kind.__call__ for kind in kinds}
         poison_scratch(g)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(products, "_most_rows", return_value=most_rows))
             for kind in kinds:
                 changed = alone if removed and g.rank == 0 and kind is store._InPlace else counted
                 stack.enter_context(mock.patch.object(kind, "__call__", changed))
@@ -488,6 +492,31 @@ def test_a_call_like_an_earlier_one(pools: Any, world: int, op: str, removed: bo
     for rank, (taken, wrong) in enumerate(pools.get(world).run(job)):
         assert taken >= 4, taken
         assert bool(wrong) == (removed and rank == 0)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_what_torch_would_make_of_arguments(pools: Any, threads: int) -> None:
+    """Under autocast operators stay in the dtype of their arguments, and a tensor that is negated lazily is negated;
+    also where a call like it was made before."""
+
+    def job() -> list[str]:
+        g, wrong = workers.world(), []
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        for op in ("gemv_all_reduce", "gemm_all_to_all", "all_gather_matmul", "matmul_reduce_scatter"):
+            call = getattr(fused, op)
+            x, w = (torch.randn(4 * g.size, 64, generator=torch.Generator().manual_seed(g.rank + n)) for n in (0, 9))
+            for transport in ("store", "unfused"):
+                plain = [call(x, w, group=g, transport=transport).clone() for _ in range(3)][-1]
+                with torch.autocast("cpu", torch.bfloat16):
+                    if not torch.equal(call(x, w, group=g, transport=transport), plain):
+                        wrong.append(f"{op} by {transport}: autocast")
+                if not torch.equal(call(torch._neg_view(x), w, group=g, transport=transport), -plain):
+                    wrong.append(f"{op} by {transport}: negated")
+        torch.set_num_threads(before)
+        return wrong
+
+    assert pools.get(2).run(job) == [[], []]
 
 
 @contextlib.contextmanager

@@ -332,9 +332,10 @@ def test_figures_of_another_gpu_go_when_this_one_is_measured(tmp_path: Path, mon
     assert set(saved()["cuda"][grid.GEMM]) == {"2"}
     tune.save([mine | {"ranks": 4}], new)
     assert set(saved()["cuda"][grid.GEMM]) == {"2", "4"}
-    evidence.save(evidence.SELFTEST, "cuda", {"passed": True})
-    assert tune.where("hip", "MI300X") == {"device": "MI300X", "collectives": "torch"}
-    tune.save([mine], tune.where("cuda", "NVIDIA H200"))
+    evidence.save(evidence.SELFTEST, "cuda", {"passed": True, "device": "NVIDIA H200", "driver": 13000})
+    for where in (("hip", "MI300X", 7), ("cuda", "NVIDIA A100", 13000), ("cuda", "NVIDIA H200", 12080)):
+        assert tune.where(*where) == {"device": where[1], "collectives": "torch"}
+    tune.save([mine], tune.where("cuda", "NVIDIA H200", 13000))
     assert saved()["cuda"]["collectives"] == "ours"
     assert set(saved()["cuda"][grid.GEMM]) == {"2"}
     assert "cpu" in saved()

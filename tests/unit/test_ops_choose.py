@@ -92,18 +92,22 @@ def test_figures_of_another_gpu_do_not_count() -> None:
         ({"device": "NVIDIA H200"}, "unfused", "nothing was measured on this GPU (`dovetail tune --only fused"),
         ({}, "unfused", "nothing was measured on this GPU"),
     ):
-        choice = transport_for(_group({"fused": {"cuda": tuned}, "gpu": {"cuda": "NVIDIA H200"}}), CALL, "auto", "cuda")
+        told = {"fused": {"cuda": tuned}, "gpu": {"cuda": ("NVIDIA H200", 13)}}
+        choice = transport_for(_group(told), CALL, "auto", "cuda")
         assert choice.transport == transport
         assert reason in choice.reason
 
 
 def test_gains_over_collectives_of_torch_do_not_count_once_ours_are_in_force() -> None:
     rows = {"2": [[*CALL.load, {"unfused": 9.0, "store": 1.0, "dma": 5.0}, "float32"]]}
-    for whose, passed, transport in (
-        ("torch", False, "store"), ("torch", True, "unfused"), ("ours", True, "store"), ("ours", False, "store"),
+    for whose, passed, on, transport in (
+        ("torch", False, "NVIDIA H200", "store"), ("torch", True, "NVIDIA H200", "unfused"),
+        ("torch", True, "NVIDIA A100", "store"), ("ours", True, "NVIDIA H200", "store"),
+        ("ours", False, "NVIDIA H200", "store"),
     ):  # fmt: skip
         tuned = {CALL.op: rows, "device": "NVIDIA H200", "collectives": whose}
-        told = {"fused": {"cuda": tuned}, "gpu": {"cuda": "NVIDIA H200"}, "selftest": {"cuda": {"passed": passed}}}
+        tested = {"passed": passed, "device": on, "driver": 13}
+        told = {"fused": {"cuda": tuned}, "gpu": {"cuda": ("NVIDIA H200", 13)}, "selftest": {"cuda": tested}}
         choice = transport_for(_group(told), CALL, "auto", "cuda")
         assert choice.transport == transport
         if transport == "unfused":
@@ -199,12 +203,13 @@ def test_rank_0_says_which_gpu_it_has_if_figures_of_one_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DOVETAIL_PROFILE", str(tmp_path / "profile.json"))
-    for figures, wanted in (({"cpu": {CALL.op: {}}}, {}), ({"cuda": {"device": "NVIDIA H200"}}, {"cuda": "A100"})):
+    here = SimpleNamespace(device_name=lambda number: "A100", version=13)
+    monkeypatch.setattr(driver, "load", lambda name: here)
+    for figures, wanted in (({"cpu": {CALL.op: {}}}, {}), ({"cuda": {"device": "NVIDIA H200"}}, {"cuda": ["A100", 13]})):
         profile.save(profile.Profile(key=machine.profile_key(), sections={"fused": figures}))
-        monkeypatch.setattr(driver, "load", lambda name: SimpleNamespace(device_name=lambda number: "A100"))
         assert json.loads(variants.notice(2))["gpu"] == wanted
     monkeypatch.setattr(driver, "load", _missing)
-    assert json.loads(variants.notice(2))["gpu"] == {"cuda": "no GPU"}
+    assert json.loads(variants.notice(2))["gpu"] == {"cuda": ["no GPU", 0]}
 
 
 def _missing(name: str) -> Any:

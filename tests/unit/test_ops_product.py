@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -124,8 +125,32 @@ def test_many_rows_are_multiplied_in_blocks() -> None:
         assert torch.equal(found, torch.cat([_multiplied(part, other, newest) for part in one.split(7)]))
 
 
+def test_threads_multiply_at_once() -> None:
+    """Each has memory of its own for rows that are made longer."""
+    problems = [(torch.randn(9, 70 + 40 * n), torch.randn(33, 70 + 40 * n)) for n in range(8)]
+    given = [(x.to(dtype), w.to(dtype)) for x, w in problems for dtype in HALVES]
+    wanted = [_multiplied(x, w, 3) for x, w in given]
+    with ThreadPoolExecutor(len(given)) as pool:
+        for _ in range(30):
+            found = pool.map(lambda pair: _multiplied(*pair, 3), given)
+            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_rows_that_ours_is_made_for() -> None:
+    """Whatever the CPU: none of no dtype that it has, few everywhere else, and short rows never without end."""
+    most = native.load().most_rows
+    for dtype in (torch.float32, *HALVES):
+        kind = int(DTYPES[dtype])
+        few = most(kind, 1024, 256)
+        assert few >= 4 or few == 0
+        assert most(kind, 1024, 0) == 0
+        assert most(kind, 1, 256) <= 16
+        assert most(kind, 1024, 17) <= 16
+    assert most(int(DTYPES[torch.float64]), 1024, 256) == 0
+
+
 def test_who_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product, "_most_rows", lambda dtype, k: {torch.float32: 4, torch.float64: 0}[dtype])
+    monkeypatch.setattr(product, "_most_rows", lambda dtype, n, k: {torch.float32: 4, torch.float64: 0}[dtype])
     small, large = torch.empty(64, 1024), torch.empty(1024, 1024)
     threads = torch.get_num_threads()
     try:

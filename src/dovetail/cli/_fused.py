@@ -71,8 +71,8 @@ def bench(backend: str, asked: Asked, bounds: Bounds, json: Path | None) -> None
         raise typer.Exit(1)
 
 
-def _shared_gpu(ranks: int, *, force: bool) -> tuple[Row, str]:
-    """What a record says of a GPU that ranks share, and its name; notes about it go to stderr.
+def _shared_gpu(ranks: int, *, force: bool) -> tuple[Row, tuple[str, int]]:
+    """What a record says of a GPU that ranks share, its name and driver; notes about it go to stderr.
 
     Raises `NotSupported` if there is none, or others use it.
     """
@@ -82,7 +82,8 @@ def _shared_gpu(ranks: int, *, force: bool) -> tuple[Row, str]:
     site = sharing.survey(ranks, force=force)
     for note in sharing.mps_notes(ranks, site):
         print(f"note: {note}", file=sys.stderr)
-    return sharing.facts() | {"mps": site.mps}, load("cuda").device_name(0)
+    driver = load("cuda")
+    return sharing.facts() | {"mps": site.mps}, (driver.device_name(0), driver.version)
 
 
 def _lacking(given: tuple[str, ...], ops: Sequence[str], backend: str) -> list[str]:
@@ -216,7 +217,7 @@ def tune(backend: str, ranks: list[int], budget_s: float, force: bool, json: Pat
 
     On GPUs it is ranks that share them.
     """
-    facts, device = _shared_gpu(max(ranks), force=force) if backend != "cpu" else (None, "")
+    facts, gpu = _shared_gpu(max(ranks), force=force) if backend != "cpu" else (None, None)
     from dovetail.bench.fused import grid
     from dovetail.bench.fused import ranks as between
     from dovetail.bench.fused import tune as tuning
@@ -231,7 +232,7 @@ def tune(backend: str, ranks: list[int], budget_s: float, force: bool, json: Pat
             found = between.measure(spec, progress)
             rows += found.rows
             notes += [f"{number} ranks: {note}" for note in found.notes]
-    where = tuning.where(backend, device) if device else None
+    where = tuning.where(backend, *gpu) if gpu else None
     if where and where[choose.COLLECTIVES] == choose.TORCHS:
         said = "unfused ran on torch's collectives, and these figures hold until ours have passed the self-test"
         notes.append(f"{said}: better run `dovetail doctor --selftest` first")

@@ -36,7 +36,7 @@ def notice(size: int) -> bytes:
             "variant": env.variant(),
             "transport": env.transport(),
             "fused": fused,
-            "gpu": {backend: _gpu_name(backend) for backend, figures in fused.items() if "device" in figures},
+            "gpu": {backend: _gpu(backend) for backend, figures in fused.items() if "device" in figures},
             "disable": env.disable(),
             "coll": coll,
             "date": profile.date,
@@ -48,14 +48,15 @@ def notice(size: int) -> bytes:
     ).encode()
 
 
-def _gpu_name(backend: str) -> str:
-    """Of this rank's first GPU; asked for only where figures of one are there."""
+def _gpu(backend: str) -> tuple[str, int]:
+    """Name of this rank's first GPU, and its driver; asked for only where figures of one are there."""
     from dovetail.hw.gpu.driver import load
 
     try:
-        return load(backend).device_name(0)
+        driver = load(backend)
+        return driver.device_name(0), driver.version
     except (DovetailError, ValueError):
-        return "no GPU"
+        return "no GPU", 0
 
 
 def settings(group: Group) -> dict[str, Any]:

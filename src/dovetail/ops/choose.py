@@ -10,6 +10,7 @@ torch are slower, and what gained over them says nothing once ours are in force.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -107,14 +108,19 @@ def _by_figures(told: dict[str, Any], call: calls.Call, ranks: int, has: tuple[s
     tuned = told.get("fused", {}).get(backend, {})
     table = tuned.get(call.op, {})
     if backend != "cpu":
-        measured, here = tuned.get(DEVICE), told.get("gpu", {}).get(backend)
+        measured, (here, driver) = tuned.get(DEVICE), told.get("gpu", {}).get(backend, ("", 0))
         if not table or measured != here:
             where = f"{here}, only on {measured}" if table else "this GPU"
             return Choice(UNFUSED, f"nothing was measured on {where} ({_TUNE})")
-        if tuned.get(COLLECTIVES) == TORCHS and told.get("selftest", {}).get(backend, {}).get("passed"):
+        if tuned.get(COLLECTIVES) == TORCHS and has_passed(told.get("selftest", {}).get(backend, {}), here, driver):
             since = "unfused was measured with torch's collectives, and the self-test of ours has passed since"
             return Choice(UNFUSED, f"{since}: measure again ({_TUNE})")
     return from_table(table, call, ranks, has)
+
+
+def has_passed(selftest: Mapping[str, Any], device: str, driver: int) -> bool:
+    """Are our collectives in force on this GPU? By an entry of the self-test."""
+    return bool(selftest.get("passed")) and (selftest.get("device"), selftest.get("driver")) == (device, driver)
 
 
 def _known(name: str, op: str, has: tuple[str, ...], backend: str, group: Group) -> str:

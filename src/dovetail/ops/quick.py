@@ -66,7 +66,7 @@ def run(
     if ranks is None or group.broken is not None or group.native is None:
         return None
     shapes = ranks.quick.get((op, transport))
-    if shapes is None or (known := shapes.find(x, w)) is None:
+    if shapes is None or (known := shapes.find(x, w)) is None or x.is_neg() or w.is_neg() or is_autocast():
         return None
     if splits is not None and not _takes(known.call, *splits):
         return None
@@ -80,6 +80,11 @@ def run(
     except BaseException as error:
         ranks.fail(error)  # others would wait for this rank
         raise
+
+
+def is_autocast() -> bool:
+    """Would torch multiply in another dtype than that of its arguments?"""
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
 def _takes(call: calls.Product, receive: Any, send: Any) -> bool:

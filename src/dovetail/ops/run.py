@@ -46,7 +46,10 @@ def checked(group: Group, make: Callable[[int], C], transport: str = choose.AUTO
 
 
 def run(group: Group, make: Callable[[int], C], transport: str = choose.AUTO) -> torch.Tensor:
-    """Runs it."""
+    """Runs it. Under autocast too, operators compute in the dtype of their arguments."""
+    if quick.is_autocast():
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            return run(group, make, transport)
     call, choice = checked(group, make, transport)
     out = performed(group, call, choice)
     if group.ops is not None and not _is_on_gpu(call):

@@ -15,9 +15,9 @@ SECTION = "fused"
 Row = dict[str, Any]
 
 
-def where(backend: str, device: str) -> dict[str, str]:
+def where(backend: str, device: str, driver: int) -> dict[str, str]:
     """What the figures of a GPU hold for: its name, and whose collectives unfused runs on."""
-    ours = evidence.found(evidence.SELFTEST, backend).get("passed")
+    ours = choose.has_passed(evidence.found(evidence.SELFTEST, backend), device, driver)
     return {choose.DEVICE: device, choose.COLLECTIVES: choose.OURS if ours else choose.TORCHS}
 
 

@@ -88,8 +88,8 @@ class Form:
         apart: bool,
         paged: bool,
     ) -> None:
-        """`forward` is that of the model; without a recorder there is no graph; `paged`: attention is over blocks, which
-        it must be where tokens are `apart`."""
+        """`forward` is that of the model; without a recorder there is no graph; `paged`: attention is over blocks, and
+        must be where tokens are `apart`."""
         device = memory.device
         self.memory, self.room, self.num_tokens, self.apart, self.paged = memory, room, num_tokens, apart, paged
         self._model, self._forward, self._recorder = model, forward, recorder

@@ -33,7 +33,7 @@ Multiply = Callable[..., torch.Tensor]
 
 def most_threads(dtype: torch.dtype, rows: int, n: int, k: int) -> int:
     """Of torch's, up to which our own kernel, which has one, multiplies so many rows of x."""
-    if not 0 < rows <= _most_rows(dtype, k):
+    if not 0 < rows <= _most_rows(dtype, n, k):
         return 0
     return 1 if rows * n * k > _ONE_THREAD else sys.maxsize
 
@@ -99,9 +99,9 @@ def _in_blocks(w: torch.Tensor, x: torch.Tensor, out: torch.Tensor | None = None
 
 
 @functools.lru_cache(1024)
-def _most_rows(dtype: torch.dtype, k: int) -> int:
+def _most_rows(dtype: torch.dtype, n: int, k: int) -> int:
     """That our own kernel is faster for, on this CPU; 0 if it has none."""
-    return int(_native().most_rows(int(DTYPES[dtype]), k)) if dtype in DTYPES else 0
+    return int(_native().most_rows(int(DTYPES[dtype]), n, k)) if dtype in DTYPES else 0
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from dovetail.coll.dtypes import DTYPES
 from dovetail.hw.cpu import native
 from dovetail.ops import calls
 from dovetail.ops.cpu import pooling
-from dovetail.ops.cpu.product import mm, most_threads, ready, slow
+from dovetail.ops.cpu.product import is_long, is_ours, mm, most_threads, ready
 from dovetail.ops.group import NUM_WORDS, OpsGroup, Repeat
 from dovetail.plan.step import ReduceOp
 
@@ -69,8 +69,9 @@ def _in_one(c: calls.Product, rows: int, copied: int) -> bool:
     others = c.world - 1
     if others == 0:
         return False
-    is_short = c.dtype.itemsize < 4 and (copied <= _CACHED_BYTES or c.dtype in slow())
-    return rows < _FEW_ROWS or is_short or c.n * c.k * c.dtype.itemsize * others > copied
+    every = rows * c.world
+    is_anew = c.dtype.itemsize < 4 and (copied <= _CACHED_BYTES or (is_long(c.w, every) and not is_ours(c.w, every)))
+    return rows < _FEW_ROWS or is_anew or c.n * c.k * c.dtype.itemsize * others > copied
 
 
 def gemm_all_to_all(g: OpsGroup, c: calls.GemmAllToAll, *, order: Order = remote_first) -> torch.Tensor:
