@@ -205,7 +205,8 @@ def test_rank_0_says_which_gpu_it_has_if_figures_of_one_are_there(
     monkeypatch.setenv("DOVETAIL_PROFILE", str(tmp_path / "profile.json"))
     here = SimpleNamespace(device_name=lambda number: "A100", version=13)
     monkeypatch.setattr(driver, "load", lambda name: here)
-    for figures, wanted in (({"cpu": {CALL.op: {}}}, {}), ({"cuda": {"device": "NVIDIA H200"}}, {"cuda": ["A100", 13]})):
+    of_gpu = {"cuda": {"device": "NVIDIA H200"}}
+    for figures, wanted in (({"cpu": {CALL.op: {}}}, {}), (of_gpu, {"cuda": ["A100", 13]})):
         profile.save(profile.Profile(key=machine.profile_key(), sections={"fused": figures}))
         assert json.loads(variants.notice(2))["gpu"] == wanted
     monkeypatch.setattr(driver, "load", _missing)
