@@ -21,8 +21,9 @@ from dovetail import ops
 from dovetail.hw.world import Group
 from dovetail.ops import reference
 from dovetail.ops.choose import TRANSPORTS
-from dovetail.ops.cpu import pooling, store
+from dovetail.ops.cpu import pooling
 from dovetail.ops.cpu import product as products
+from dovetail.ops.cpu.repeated import Repeated
 from dovetail.ops.group import OpsGroup, Repeat, ops_group
 from tests.ranks import workers
 
@@ -179,7 +180,7 @@ def poison_scratch(group: Group) -> None:
 def step_by_step(group: Group) -> Iterator[None]:
     """Calls whose like was run before take no shorter way."""
     ops_group(group).quick.clear()
-    with mock.patch.object(store.Repeated, "of", return_value=None):
+    with mock.patch.object(Repeated, "of", return_value=None):
         yield
     ops_group(group).quick.clear()
 

@@ -22,7 +22,7 @@ import dovetail
 from dovetail import ops as fused
 from dovetail.errors import MismatchError
 from dovetail.hw.cpu import native
-from dovetail.ops.cpu import dma, store
+from dovetail.ops.cpu import dma, repeated, store
 from dovetail.ops.cpu import product as products
 from dovetail.ops.group import OpsGroup, ops_group
 from tests.ranks import workers
@@ -147,7 +147,7 @@ def test_few_uneven_rows_take_one_meeting(pools: Any, world: int) -> None:
     """Other splits each time, ranks late; two where a rank has too many rows, and one again behind that."""
 
     def job() -> list[list[int]]:
-        g, most = workers.world(), store._COPIED_BYTES
+        g, most = workers.world(), store.COPIED_BYTES
         met: list[list[int]] = [[], [], []]
         barriers = mock.patch.object(OpsGroup, "barrier", autospec=True, side_effect=OpsGroup.barrier)
         with poisoned_memory(), barriers as counted:
@@ -155,7 +155,7 @@ def test_few_uneven_rows_take_one_meeting(pools: Any, world: int) -> None:
                 sends = uneven(world, seed) if seed % 4 else [[5] * world, *[[1] * world] * (world - 1)]
                 kind = seed // 8
                 before = ops_group(g).meetings + counted.call_count
-                with mock.patch.object(store, "_COPIED_BYTES", 4 * world * 9 * 4 if kind == 1 else most):
+                with mock.patch.object(store, "COPIED_BYTES", 4 * world * 9 * 4 if kind == 1 else most):
                     problem = product("gemm_all_to_all", world, (0, 9, 5), torch.float32, seed, sends=sends)
                     with slow(functools.partial(float, 0.01 * ((seed + g.rank) % 3 == 0))):
                         workers.poison(_checked(problem, "store"))
@@ -350,7 +350,7 @@ def test_wait_for_what_peers_write(pools: Any, world: int, op: str, removed: boo
 @contextlib.contextmanager
 def _owners(wanted: bool = True) -> Iterator[None]:
     """Each column of a `gemv_all_reduce` is added up by the rank that owns it, however small the result."""
-    with mock.patch.object(store, "_ONESHOT_BYTES", 0 if wanted else store._ONESHOT_BYTES):
+    with mock.patch.object(store, "ONESHOT_BYTES", 0 if wanted else store.ONESHOT_BYTES):
         yield
 
 
@@ -447,7 +447,7 @@ def test_a_call_like_an_earlier_one(pools: Any, world: int, op: str, removed: bo
     def job() -> tuple[int, list[int]]:
         g, wrong, taken = workers.world(), [], 0
         ops_group(g).quick.clear()  # who multiplied before
-        kinds = (store._InPlace, store._Scattered, store._Gathered, store._Direct)
+        kinds = (repeated._InPlace, repeated._Scattered, repeated._Gathered, repeated._Direct)
 
         def counted(self: Any, x: torch.Tensor, w: torch.Tensor) -> Any:
             nonlocal taken
@@ -471,7 +471,7 @@ def test_a_call_like_an_earlier_one(pools: Any, world: int, op: str, removed: bo
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(products, "_most_rows", return_value=most_rows))
             for kind in kinds:
-                changed = alone if removed and g.rank == 0 and kind is store._InPlace else counted
+                changed = alone if removed and g.rank == 0 and kind is repeated._InPlace else counted
                 stack.enter_context(mock.patch.object(kind, "__call__", changed))
             for seed in range(12):
                 shape = (6 if op == "gemv_all_reduce" else 2 * g.size, 2000 if seed == 6 else 9, 5)

@@ -18,7 +18,7 @@ from dovetail.hw.cpu import native
 from dovetail.hw.world import Group
 from dovetail.ops import calls
 from dovetail.ops.choose import STORE, Choice
-from dovetail.ops.cpu.store import Repeated
+from dovetail.ops.cpu.repeated import Repeated
 from dovetail.ops.group import OpsGroup
 
 #: Under which products with splits are kept.

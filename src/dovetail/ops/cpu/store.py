@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,19 +23,19 @@ from dovetail.coll.dtypes import DTYPES
 from dovetail.hw.cpu import native
 from dovetail.ops import calls
 from dovetail.ops.cpu import pooling
-from dovetail.ops.cpu.product import is_long, is_ours, mm, most_threads, ready
-from dovetail.ops.group import NUM_WORDS, OpsGroup, Repeat
+from dovetail.ops.cpu.product import is_long, is_ours, mm, ready
+from dovetail.ops.group import NUM_WORDS, OpsGroup
 from dovetail.plan.step import ReduceOp
 
 #: Rows of a destination below which one product for all of them, and copies, beat a product per destination: each reads
 #: all of w.
 _FEW_ROWS = 96
 #: Bytes that come from the other ranks up to which every rank adds up all of a result, which saves a meeting.
-_ONESHOT_BYTES = 1 << 20
+ONESHOT_BYTES = 1 << 20
 #: Bytes that a stage takes from all ranks at most.
-_STAGE_BYTES = 16 << 20
+STAGE_BYTES = 16 << 20
 #: Bytes of a result up to which it is copied out of the stage, and of an input up to which it is copied to the peers.
-_COPIED_BYTES, _COPIED_INPUT = 1 << 20, 2 << 20
+COPIED_BYTES, COPIED_INPUT = 1 << 20, 2 << 20
 #: Bytes that are still in a cache when they are copied.
 _CACHED_BYTES = 2 << 20
 #: Posted instead of an offset: bags were sent to stages.
@@ -44,7 +43,7 @@ _STAGED = -2
 
 
 #: The plan's dtypes by number, and the loaded native part: looked up in every call.
-_NUMBERS = {kind: int(number) for kind, number in DTYPES.items()}
+NUMBERS = {kind: int(number) for kind, number in DTYPES.items()}
 _native = functools.cache(native.load)
 assert int(ReduceOp.SUM) == 0
 
@@ -62,7 +61,7 @@ def local_first(rank: int, size: int) -> list[int]:
 Order = Callable[[int, int], list[int]]
 
 
-def _in_one(c: calls.Product, rows: int, copied: int) -> bool:
+def in_one(c: calls.Product, rows: int, copied: int) -> bool:
     """Whether one product for all ranks' rows is the faster, although so many bytes are copied then: of few rows; of
     16-bit floats, if w is made longer in each, or what is copied stays in a cache; and where w, which each reads, is
     larger than what is copied."""
@@ -92,7 +91,7 @@ def gemm_all_to_all(g: OpsGroup, c: calls.GemmAllToAll, *, order: Order = remote
     g.push(size * max(row[1] for row in slots))  # the smallest stage decides for all: next time it is large enough
     starts = [sum(c.send[:d]) for d in range(size)]
     copied = c.rows * n * c.dtype.itemsize
-    if whole is None and c.rows and _in_one(c, c.rows // size, copied):
+    if whole is None and c.rows and in_one(c, c.rows // size, copied):
         whole = mm(c.x, c.w)
     multiply = ready(c.w, c.rows if whole is None else 0)
     with _unfinished(g, out):
@@ -117,7 +116,7 @@ def _gemm_small(g: OpsGroup, c: calls.GemmAllToAll) -> torch.Tensor | None:
     rank, size = g.group.rank, g.group.size
     m, n = c.rows // size, c.n
     part = m * n * c.dtype.itemsize
-    if not 0 < part * size <= _COPIED_BYTES or (stages := g.push(part * size)) is None:
+    if not 0 < part * size <= COPIED_BYTES or (stages := g.push(part * size)) is None:
         return None
     whole = mm(c.x, c.w)
     here, at = whole.data_ptr(), rank * part
@@ -159,14 +158,14 @@ def _gemm_few(g: OpsGroup, c: calls.GemmAllToAll) -> tuple[torch.Tensor, bool] |
 def _region_of(c: calls.GemmAllToAll) -> int | None:
     """Bytes of a source's region of a stage that a call with splits needs; None if it does not go by stages."""
     row = c.n * c.dtype.itemsize
-    return None if c.even or c.rows * row > _COPIED_BYTES else max(c.send) * row
+    return None if c.even or c.rows * row > COPIED_BYTES else max(c.send) * row
 
 
 def all_gather_matmul(g: OpsGroup, c: calls.AllGatherMatmul, *, order: Order = local_first) -> torch.Tensor:
     """Peers' rows are read where they are; its own come first, while late ranks arrive. A small x is sent around."""
     rank, size, m = g.group.rank, g.group.size, c.rows
     part = c.x.nbytes
-    if size > 1 and 0 < part <= _COPIED_INPUT and (stages := g.push(part * size)) is not None:
+    if size > 1 and 0 < part <= COPIED_INPUT and (stages := g.push(part * size)) is not None:
         here, at = c.x.data_ptr(), rank * part
         g.agree(c.text, copies=[v for stage in stages for v in (stage + at, here, part)])
         return mm(g.at(rank, stages[rank] - g.base(rank), (size * m, c.k), c.dtype), c.w)
@@ -177,7 +176,7 @@ def all_gather_matmul(g: OpsGroup, c: calls.AllGatherMatmul, *, order: Order = l
         offset = g.blocks.offset(shared)
     slots = g.agree(c.text, (offset,))
     rows = [c.x if s == rank else g.at(s, slots[s][0], (m, c.k), c.dtype) for s in range(size)]
-    if _in_one(c, m, part * size):
+    if in_one(c, m, part * size):
         out = mm(torch.cat(rows), c.w)
     else:
         out, multiply = torch.empty((size * m, c.n), dtype=c.dtype), ready(c.w, size * m)
@@ -192,7 +191,7 @@ def matmul_reduce_scatter(g: OpsGroup, c: calls.MatmulReduceScatter, *, order: O
     rank, size = g.group.rank, g.group.size
     m, n = c.rows // size, c.n
     part = m * n * c.dtype.itemsize
-    if m and _in_one(c, m, part * size):
+    if m and in_one(c, m, part * size):
         return _reduce_scatter_of_one(g, c, m, part)
 
     def send(stages: Sequence[int]) -> None:
@@ -225,7 +224,7 @@ def _reduce_scatter_of_one(g: OpsGroup, c: calls.MatmulReduceScatter, m: int, pa
 
 def _sent(g: OpsGroup, c: calls.Call, size_bytes: int, send: Callable[[Sequence[int]], None]) -> int:
     """Has `send` write parts into all ranks' stages, given where those begin; returns where ours does."""
-    if size_bytes <= _STAGE_BYTES and (stages := g.push(size_bytes)) is not None:
+    if size_bytes <= STAGE_BYTES and (stages := g.push(size_bytes)) is not None:
         send(stages)
         g.agree(c.text)
         return stages[g.group.rank]
@@ -234,7 +233,7 @@ def _sent(g: OpsGroup, c: calls.Call, size_bytes: int, send: Callable[[Sequence[
 
 def _copied(g: OpsGroup, c: calls.Call, size_bytes: int, copies: Callable[[Sequence[int]], list[int]]) -> int:
     """The same with parts that are only copied."""
-    if size_bytes <= _STAGE_BYTES and (stages := g.push(size_bytes)) is not None:
+    if size_bytes <= STAGE_BYTES and (stages := g.push(size_bytes)) is not None:
         g.agree(c.text, copies=copies(stages))
         return stages[g.group.rank]
 
@@ -260,7 +259,7 @@ def gemv_all_reduce(g: OpsGroup, c: calls.GemvAllReduce, *, order: Order = remot
     """Each rank owns some columns: it gets everybody's partial ones, adds them up in the order of ranks, and writes
     the sum into every rank's output. A small result is added up by every rank; the bits are the same."""
     size, m, n, item = c.world, c.rows, c.n, c.dtype.itemsize
-    if m * n * item * (size - 1) <= _ONESHOT_BYTES or n < size:
+    if m * n * item * (size - 1) <= ONESHOT_BYTES or n < size:
         return _oneshot(g, c, m * n * item)
     rank = g.group.rank
     cuts = [n * d // size for d in range(size + 1)]
@@ -315,7 +314,7 @@ def embedding_all_to_all(g: OpsGroup, c: calls.EmbeddingAllToAll, *, order: Orde
 
     shape = (local, sum(every), dim)
     whole = math.prod(shape) * item
-    if 0 < whole <= _COPIED_BYTES and (stages := g.push(whole)) is not None:
+    if 0 < whole <= COPIED_BYTES and (stages := g.push(whole)) is not None:
         send(stages)
         slots = g.agree(c.text, (_STAGED, len(c.weights), hash(every)))
         if all(row[0] == _STAGED for row in slots) and _have(slots, every):
@@ -340,134 +339,10 @@ def _have(slots: list[tuple[int, ...]], every: tuple[int, ...]) -> bool:
     return tuple(row[1] for row in slots) == every and all(row[2] == hash(every) for row in slots)
 
 
-class Repeated(ABC):
-    """A small product whose like was run before, with few steps in Python. `of` makes one, or None if there is none."""
-
-    __slots__ = ("_most_threads", "_repeat", "_sizes")
-
-    def __init__(self, repeat: Repeat, c: calls.Product) -> None:
-        self._repeat = repeat
-        self._sizes = c.rows, c.n, c.k
-        self._most_threads = most_threads(c.dtype, *self._sizes)
-
-    @staticmethod
-    def of(g: OpsGroup, c: calls.Product) -> Repeated | None:
-        """For a call that was just made by this transport."""
-        part, number = c.rows * c.n * c.dtype.itemsize, _NUMBERS[c.dtype]
-        if c.world == 1 or not part or not c.k:
-            return None
-        if isinstance(c, calls.GemvAllReduce) and part * (c.world - 1) <= _ONESHOT_BYTES:
-            repeat = g.repeat(c.text, (), part=part, step=0, sums=True, dtype=number)
-            return None if repeat is None else _InPlace(repeat, c)
-        if isinstance(c, calls.AllGatherMatmul) and c.x.nbytes <= _COPIED_INPUT:
-            repeat = g.repeat(c.text, (), part=c.x.nbytes, step=0, sums=False, dtype=number)
-            shape = (c.world * c.rows, c.k)
-            return None if repeat is None else _Gathered(repeat, c, g.stage_halves(g.group.rank, shape, c.dtype))
-        one = part // c.world
-        if isinstance(c, calls.GemmAllToAll) and c.even and part <= _COPIED_BYTES:
-            repeat = g.repeat(c.text, (*c.send, *c.receive), part=one, step=one, sums=False, dtype=number)
-            return None if repeat is None else _InPlace(repeat, c)
-        if isinstance(c, calls.MatmulReduceScatter) and part <= _STAGE_BYTES:
-            rank, shape = g.group.rank, (c.rows // c.world, c.n)
-            repeat = g.repeat(c.text, (), part=one, step=one, sums=True, dtype=number)
-            if repeat is None:
-                return None
-            if _in_one(c, shape[0], part):
-                return _Scattered(repeat, c, shape, rank * one)
-            order = remote_first(rank, c.world)
-            there = [g.stage_halves(d, shape, c.dtype, rank * one) for d in order[:-1]]
-            return _Direct(repeat, c, order, (shape[0], c.k), there)
-        return None
-
-    @abstractmethod
-    def __call__(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor | None:
-        """None, and nothing was done, if it can't be done like that any more."""
-
-    def _whole(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None = None, own: int = 0) -> torch.Tensor:
-        """One product for everybody; what comes of all ranks' goes to `out`, or to where it was. This rank's part of it
-        begins at byte `own`."""
-        repeat, ours = self._repeat, torch.get_num_threads() <= self._most_threads
-        whole = x.new_empty(self._sizes[:2]) if ours else mm(x, w)
-        here = whole.data_ptr()
-        there = here if out is None else out.data_ptr()
-        if ours:
-            repeat.multiply((x.data_ptr(), w.data_ptr(), here), self._sizes, there, here + own)
-        else:
-            repeat.run(here, there, here + own)
-        return whole if out is None else out
-
-
-class _InPlace(Repeated):
-    """What comes from the others goes to where this rank's product was."""
-
-    __slots__ = ()
-
-    def __call__(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor | None:
-        return None if self._repeat.is_over else self._whole(x, w)
-
-
-class _Scattered(Repeated):
-    """This rank's rows of the sum."""
-
-    __slots__ = ("_own", "_shape")
-
-    def __init__(self, repeat: Repeat, c: calls.Product, shape: tuple[int, int], own: int) -> None:
-        super().__init__(repeat, c)
-        self._shape, self._own = shape, own
-
-    def __call__(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor | None:
-        return None if self._repeat.is_over else self._whole(x, w, x.new_empty(self._shape), self._own)
-
-
-class _Direct(Repeated):
-    """This rank's rows of the sum; those of others are computed straight into their stages."""
-
-    __slots__ = ("_order", "_shape", "_there")
-
-    def __init__(
-        self, repeat: Repeat, c: calls.Product, order: list[int], shape: tuple[int, int],
-        there: list[tuple[torch.Tensor, torch.Tensor]],
-    ) -> None:  # fmt: skip
-        """`order`: this rank last; `shape`: of each rank's rows of x; `there`: in both halves of the others' stages."""
-        super().__init__(repeat, c)
-        self._order, self._shape, self._there = order, shape, there
-
-    def __call__(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor | None:
-        repeat = self._repeat
-        if repeat.is_over:
-            return None
-        shape, multiply, half, begin = self._shape, ready(w, len(x)), repeat.half, x.storage_offset()
-        stride, step = (shape[1], 1), shape[0] * shape[1]
-        # As strided: the view that takes the least of torch, little of which is in a cache between two calls.
-        *parts, own = [x.as_strided(shape, stride, begin + d * step) for d in self._order]
-        for part, halves in zip(parts, self._there, strict=True):
-            multiply(part, halves[half])
-        out = multiply(own)
-        here = out.data_ptr()
-        repeat.run(0, here, here)
-        return out
-
-
-class _Gathered(Repeated):
-    """Everybody's rows are multiplied where they came."""
-
-    __slots__ = ("_halves",)
-
-    def __init__(self, repeat: Repeat, c: calls.Product, halves: tuple[torch.Tensor, torch.Tensor]) -> None:
-        super().__init__(repeat, c)
-        self._halves = halves
-
-    def __call__(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor | None:
-        repeat = self._repeat
-        if repeat.is_over:
-            return None
-        return mm(self._halves[repeat.send(x.data_ptr())], w)
-
-
 def add_up(out: torch.Tensor, sources: list[int]) -> None:
     """out = the sum over addresses, in their order, in fp32 for shorter floats and rounded once."""
     if out.numel():
-        _native().reduce(_NUMBERS[out.dtype], 0, out.data_ptr(), sources, out.numel())
+        _native().reduce(NUMBERS[out.dtype], 0, out.data_ptr(), sources, out.numel())
 
 
 class _unfinished:  # noqa: N801 - used as a statement
