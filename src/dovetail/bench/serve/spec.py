@@ -29,9 +29,13 @@ class Spec:
     seed: int = 1
 
     def __post_init__(self) -> None:
-        counts = (*self.tokens, self.serve_tokens, self.num_requests, self.in_flight, self.new_tokens, self.rounds)
-        if not self.models or not self.contenders or min(counts, default=0) < 1:
-            raise ValueError("a bench of serving needs models, contenders, and numbers above 0")
+        if not self.models or not self.contenders:
+            raise ValueError("a bench of serving needs models and contenders")
+        counts = {"--requests": self.num_requests, "--in-flight": self.in_flight, "--new": self.new_tokens}
+        counts |= {"--iters": self.rounds, "--tokens": min(*self.tokens, self.serve_tokens)}
+        for option, count in counts.items():
+            if count < 1:
+                raise ValueError(f"{option}: {count} must be at least 1")
         for rate in self.hit_rates:
             if not 0 <= rate <= 1:
                 raise ValueError(f"--hit: {rate:g} is no share of requests: it lies between 0 and 1")
