@@ -32,7 +32,7 @@ class Spec:
         if not self.models or not self.contenders:
             raise ValueError("a bench of serving needs models and contenders")
         counts = {"--requests": self.num_requests, "--in-flight": self.in_flight, "--new": self.new_tokens}
-        counts |= {"--iters": self.rounds, "--tokens": min(*self.tokens, self.serve_tokens)}
+        counts |= {"--iters": self.rounds, "--tokens": min((*self.tokens, self.serve_tokens))}
         for option, count in counts.items():
             if count < 1:
                 raise ValueError(f"{option}: {count} must be at least 1")
