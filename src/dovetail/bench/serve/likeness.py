@@ -35,19 +35,17 @@ class Likeness:
         self.same_bits &= torch.equal(logits, stepped)
         self.same_token &= bool(logits.argmax() == whole.argmax())
 
-    def add_text(
-        self, text: torch.Tensor, wanted: torch.Tensor, logits: torch.Tensor, whole: torch.Tensor
-    ) -> None:  # fmt: skip
+    def add_text(self, text: torch.Tensor, wanted: torch.Tensor, logits: torch.Tensor, whole: torch.Tensor) -> None:
         """What followed a result: [tokens, 2], the logit and the number of each token.
 
         They are compared with those of a whole computation as long as what is before them is the same.
         """
         self.finite &= bool(torch.isfinite(text).all())
-        alike = bool(logits.argmax() == whole.argmax())
+        alike, scale = bool(logits.argmax() == whole.argmax()), whole.std().item()
         for (logit, token), (right, like) in zip(text.tolist(), wanted.tolist(), strict=True):
             if not alike:
                 return
-            self.largest = max(self.largest, abs(logit - right) / whole.std().item())
+            self.largest = max(self.largest, abs(logit - right) / scale)
             alike = token == like
 
     @property
