@@ -87,7 +87,7 @@ bool read_tensor(nb::handle object, TensorInfo& info) {
 
 namespace {
 
-// Of a matrix; false for anything else. A parameter is a tensor like any other here.
+// Of a matrix in any memory, whose device goes into `type`; false for anything else. A parameter is a tensor here.
 bool read_matrix(nb::handle object, int64_t* sizes, uint32_t& type) {
   const Exchange& e = exchange();
   if (!e.api || (Py_TYPE(object.ptr()) != e.type && Py_TYPE(object.ptr()) != e.parameter)) return false;
@@ -96,10 +96,11 @@ bool read_matrix(nb::handle object, int64_t* sizes, uint32_t& type) {
     PyErr_Clear();
     return false;
   }
-  if (t.device.type != kCpu || t.dtype.code == kComplex || t.ndim != 2 || t.shape[0] < 1 || t.shape[1] < 2) return false;
+  if (t.dtype.code == kComplex || t.ndim != 2 || t.shape[0] < 1 || t.shape[1] < 2) return false;
   if (t.strides && (t.strides[1] != 1 || (t.shape[0] != 1 && t.strides[0] != t.shape[1]))) return false;
   sizes[0] = t.shape[0], sizes[1] = t.shape[1];
-  type = static_cast<uint32_t>(t.dtype.code) << 8 | t.dtype.bits;
+  const auto device = static_cast<uint32_t>(t.device.type) << 8 | static_cast<uint8_t>(t.device.id);
+  type = device << 16 | static_cast<uint32_t>(t.dtype.code) << 8 | t.dtype.bits;
   return true;
 }
 

@@ -23,7 +23,7 @@ bool read_tensor(nb::handle object, TensorInfo& info);
 // Which overlap of a call's two tensors is allowed, besides none.
 enum class Alias : int { None = 0, InputInOutput = 1, OutputInInput = 2, Same = 3 };
 
-// What is known of products x [rows, k] and w [n, k]: plain, contiguous CPU matrices of one type.
+// What is known of products x [rows, k] and w [n, k]: plain, contiguous matrices of one type on one device.
 class Shapes {
  public:
   void add(nb::handle x, nb::handle w, nb::object known);
@@ -32,7 +32,7 @@ class Shapes {
  private:
   struct Entry {
     int64_t sizes[4];
-    uint32_t type;
+    uint32_t type;  // and the device
     nb::object known;
   };
   static constexpr size_t kMost = 256;

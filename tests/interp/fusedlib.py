@@ -149,13 +149,13 @@ class Recorded:
     """The launches of a store: for poisoned outputs, and for what a graph does: launch again, nothing exchanged."""
 
     def __init__(self, store: Any) -> None:
-        self.launches: list[tuple[Any, tuple[Any, ...]]] = []
+        self.launches: list[tuple[Any, tuple[Any, ...], Callable[[], torch.Tensor] | None]] = []
         self.outputs: list[torch.Tensor] = []
         launch, empty = store._launch, store._addresses.empty
 
-        def launched(kernel: Any, blocks: Any, held: Any, *args: Any) -> None:
-            self.launches.append((kernel, args))
-            launch(kernel, blocks, held, *args)
+        def launched(kernel: Any, blocks: Any, held: Any, *args: Any, then: Any = None) -> Any:
+            self.launches.append((kernel, args, then))
+            return launch(kernel, blocks, held, *args, then=then)
 
         def poisoned(shape: Any, dtype: torch.dtype) -> torch.Tensor:
             made: torch.Tensor = empty(shape, dtype)
@@ -166,7 +166,8 @@ class Recorded:
 
         store._launch, store._addresses.empty = launched, poisoned
 
-    def again(self) -> None:
-        """The last launch once more."""
-        kernel, args = self.launches[-1]
+    def again(self) -> torch.Tensor | None:
+        """The last launch once more, and what is done behind it."""
+        kernel, args, then = self.launches[-1]
         kernel[(1,)](*args)
+        return then() if then is not None else None

@@ -260,11 +260,15 @@ def test_torch_sees_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "as_tensor", as_tensor)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("S", (), {"cuda_stream": 77 + device}))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", None, raising=False)
     owner = tensors.on_device(0x7F00, 96, 1, lambda: freed.append(1))
     shown = owner.__cuda_array_interface__
     assert (shown["data"], shown["shape"], shown["typestr"]) == ((0x7F00, False), (96,), "|u1")
     assert tensors.current_stream(1) == 78
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 55 + device)
+    assert tensors.current_stream(1) == 56
     assert not freed
     made.clear()
     del owner

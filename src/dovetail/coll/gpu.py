@@ -52,7 +52,8 @@ def group_of(group: Group, backend: str, index: int) -> GpuGroup:
 
 def is_capturing() -> bool:
     """True if torch's current stream is capturing a graph."""
-    return torch.cuda.is_available() and bool(torch.cuda.is_current_stream_capturing())
+    cuda: Any = torch.cuda
+    return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())
 
 
 class GpuBound:

@@ -1,7 +1,7 @@
-"""Products on the CPU whose like was run before: what was found out then about shapes and transport still holds.
+"""Products whose like was run before: what was found out then about shapes and transport still holds.
 
 Owns what is remembered of them, for each group. A decoding step is some ten microseconds long; checking its arguments
-again and looking up what it may run takes as long.
+again and looking up what it may run takes as long, and on a GPU much of what launching a kernel takes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dovetail.hw.world import Group
 from dovetail.ops import calls
 from dovetail.ops.choose import STORE, Choice
 from dovetail.ops.cpu.repeated import Repeated
+from dovetail.ops.gpu import transport as transport_on_gpu
 from dovetail.ops.group import OpsGroup
 
 #: Under which products with splits are kept.
@@ -33,7 +34,8 @@ class Known:
     choice: Choice
     forward: Callable[[OpsGroup, Any], torch.Tensor]
     tally: list[int]  #: how often it ran, among others
-    repeated: Repeated | None = None  #: runs it in fewer steps
+    on_gpu: bool
+    repeated: Repeated | None = None  #: runs it in fewer steps, on a CPU
 
     def forget(self) -> None:
         """Lets the tensors go."""
@@ -41,16 +43,17 @@ class Known:
 
 
 def learn(
-    ranks: OpsGroup, call: calls.Call, choice: Choice, transport: str, forward: Callable[[OpsGroup, Any], torch.Tensor]
-) -> None:
-    """After a call on the CPU that was checked and has run; it is not used any more. `transport` was asked for."""
+    ranks: OpsGroup, call: calls.Call, choice: Choice, transport: str,
+    forward: Callable[[OpsGroup, Any], torch.Tensor], *, on_gpu: bool,
+) -> None:  # fmt: skip
+    """After a call that was checked and has run; it is not used any more. `transport` was asked for."""
     if isinstance(call, calls.Product):
         key = UNEVEN if isinstance(call, calls.GemmAllToAll) and not call.even else call.op, transport
         shapes = ranks.quick.get(key)
         if shapes is None:
             shapes = ranks.quick[key] = native.load().Shapes()
         if shapes.find(call.x, call.w) is None:  # it may have come by way of torch's dispatcher, which always does
-            made = Known(call, choice, forward, registry.tally(call.op, *choice))
+            made = Known(call, choice, forward, registry.tally(call.op, *choice), on_gpu)
             shapes.add(call.x, call.w, made)
             made.forget()
 
@@ -70,13 +73,15 @@ def run(
         return None
     if splits is not None and not _takes(known.call, *splits):
         return None
+    if known.on_gpu and not transport_on_gpu.is_clear(ranks, x.device):
+        return None
     try:
         if (repeated := known.repeated) is not None and (out := repeated(x, w)) is not None:
             known.tally[0] += 1
             return out  # type: ignore[no-any-return]
         return _run(ranks, known, x, w)
-    except MismatchError:
-        raise  # all ranks have it, and nothing was moved
+    except (MismatchError, IndexError):
+        raise  # all ranks have it, and nothing was moved; a row out of range was of an earlier call
     except BaseException as error:
         ranks.fail(error)  # others would wait for this rank
         raise
@@ -108,7 +113,7 @@ def _run(ranks: OpsGroup, known: Known, x: torch.Tensor, w: torch.Tensor) -> tor
     known.tally[0] += 1
     try:
         out = known.forward(ranks, call)
-        known.repeated = Repeated.of(ranks, call) if ranks.transport == STORE else None
+        known.repeated = Repeated.of(ranks, call) if ranks.transport == STORE and not known.on_gpu else None
         return out
     finally:
         ranks.transport = ""

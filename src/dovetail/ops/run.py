@@ -52,8 +52,9 @@ def run(group: Group, make: Callable[[int], C], transport: str = choose.AUTO) ->
             return run(group, make, transport)
     call, choice = checked(group, make, transport)
     out = performed(group, call, choice)
-    if group.ops is not None and not _is_on_gpu(call):
-        quick.learn(group.ops, call, choice, transport, _forward(call, choice.transport))
+    if group.ops is not None:
+        forward, on_gpu = _forward(call, choice.transport), _is_on_gpu(call)
+        quick.learn(group.ops, call, choice, transport, forward, on_gpu=on_gpu)
     return out
 
 

@@ -45,6 +45,9 @@ def current_stream(device: int) -> int:
     """torch's current stream on a device; 0 is the legacy default one."""
     import torch
 
-    if not torch.cuda.is_available():
+    cuda: Any = torch.cuda
+    if not cuda.is_initialized():
         return 0
-    return int(torch.cuda.current_stream(device).cuda_stream)
+    # torch's short way takes 0.2 us, the public one 4 (pytorch/pytorch#78165).
+    raw: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return int(torch.cuda.current_stream(device).cuda_stream) if raw is None else raw(device)

@@ -1,7 +1,7 @@
 """What the kernels of one group of ranks have in common: words, tables, agreement on a call, launches, failures.
 
-Owns the memory that ranks share (signals, staging), the tables of tiles on the device and the order of launches; which
-operators there are is not its business. Nothing collective happens in a destructor.
+Owns the memory that ranks share (signals, staging) and the tables of tiles on the device; which operators there are is
+not its business. Nothing collective happens in a destructor.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import struct
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -25,8 +25,9 @@ from dovetail.hw.world import Group
 from dovetail.language import Addresses, Symmetric
 from dovetail.language.symmetric import gpu_world, indexed
 from dovetail.ops.gpu import tiles
+from dovetail.ops.gpu.launcher import Launcher
 from dovetail.ops.gpu.status import WRONG_ROW, Status
-from dovetail.ops.gpu.tables import Tables, is_capturing, recorded
+from dovetail.ops.gpu.tables import Tables, is_capturing
 from dovetail.ops.gpu.tiles import Blocks
 
 log = logging.getLogger("dovetail")
@@ -57,7 +58,7 @@ class State:
     signals: Symmetric
     local: torch.Tensor
     stage: Symmetric | None  #: where peers store parts, of any shape that has room there
-    result: Symmetric | None  #: where they store what a captured call then copies to its output
+    result: Symmetric | None  #: where they store what a call then copies to its output
     sizes: tuple[int, int, int]  #: words, items of the stage, items of the result
 
     def has(self, sizes: Sequence[int]) -> bool:
@@ -108,9 +109,7 @@ class Shared:
         self._inputs: dict[torch.dtype, torch.Tensor] = {}  # for copies of inputs that peers can't reach
         self._tables = Tables(self.device)
         self._status = Status(group, self._addresses)
-        self._held: deque[tuple[Any, Any]] = deque()
-        self._captured: list[Any] = []
-        self._last: Any = None  # the stream of the last launch
+        self._launcher = Launcher(self.device, self._status, interpreted=self._interpreted)
         #: How ranks meet for the call that is being made: takes two words of this rank, returns what each rank said,
         #: its two words first. Without it they meet for addresses only.
         self.meet: Meet | None = None
@@ -194,7 +193,8 @@ class Shared:
 
     def _end(self) -> None:
         self._status.close()
-        for kept in (self._rows, self._counters, self._inputs, self._held, self._captured, self._outgrown):
+        self._launcher.forget()
+        for kept in (self._rows, self._counters, self._inputs, self._outgrown):
             kept.clear()
 
     def __enter__(self) -> Self:
@@ -211,24 +211,22 @@ class Shared:
         self._status.tell(error)
 
     def _forget(self) -> None:
-        native.keep((self._held, self._states, self._inputs, self._captured, self._outgrown))
-        self._held, self._states, self._inputs, self._captured, self._outgrown = deque(), {}, {}, [], []
+        native.keep((self._launcher.forget(), self._states, self._inputs, self._outgrown))
+        self._states, self._inputs, self._outgrown = {}, {}, []
 
     # --- for the operators
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether `check` has nothing to raise."""
+        return self._status.is_quiet
 
     def _ready(self) -> None:
         """Begins a call: raises what an earlier one left, and lets go of memory that is no longer used."""
         if self.group.broken is not None:
             raise self.group.broken
         self._check_late()
-        if self.is_capturing():
-            return  # a capture would end if an event were asked for
-        while self._held and (self._held[0][0] is None or self._held[0][0].query()):
-            self._held.popleft()
-        if self._held and not self._interpreted:
-            stream = torch.cuda.current_stream(self.device)
-            if self._last != stream:
-                stream.wait_event(self._held[-1][0])  # what this call writes, an earlier run may still be reading
+        self._launcher.begin()
 
     def _state(self, kind: Hashable, *sizes: int, dtype: torch.dtype = torch.int64) -> State:
         """What ranks share for a kind of call: words, items of the stage, items of the result. It is made in the first
@@ -348,32 +346,15 @@ class Shared:
         """Where a kernel reports a row number that is out of range."""
         return self._status.words[WRONG_ROW:]
 
-    def _launch(self, kernel: Any, blocks: Blocks, held: Any, *args: Any) -> None:
-        """Launches on torch's current stream; `held` is what must stay until the kernel has ended: memory that peers
-        use, and tables, which may have been made on another stream."""
+    def _launch(
+        self, kernel: Any, blocks: Blocks, held: Any, *args: Any, then: Callable[[], torch.Tensor] | None = None
+    ) -> torch.Tensor | None:  # fmt: skip
+        """Launches on torch's current stream, and does `then` behind it; `held` is what must stay until both are over
+        (`Launcher.run`)."""
+        made = self._launcher.run(kernel, self.programs, blocks, held, args, then)
         if self._interpreted:
-            self._status.begun()
-            try:
-                kernel[(1,)](*args)
-            finally:
-                self._status.ended()
-            self._held.append((None, held))
             self._check_late()
-            return
-        capturing = self.is_capturing()
-        stream = torch.cuda.current_stream(self.device)
-        if not capturing and self._held and self._last != stream:
-            stream.wait_event(self._held[-1][0])  # runs follow each other, on whichever stream
-        with torch.cuda.device(self.device):
-            kernel[(self.programs,)](*args, num_warps=blocks.warps, num_stages=blocks.stages)
-        if capturing:
-            self._captured.append(held)  # replays use this memory as long as the graph lives
-            self._status.begun(captured=True)
-        else:
-            event = recorded(self.device)
-            self._held.append((event, held))
-            self._last = stream
-            self._status.begun(event)
+        return made
 
     def is_capturing(self) -> bool:
         """Whether torch's current stream captures a graph."""

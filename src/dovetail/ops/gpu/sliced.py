@@ -174,6 +174,11 @@ class Memory:
             self._patterns[key] = Sliced(self.group, pattern, order)
         return self._patterns[key]
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether `check` has nothing to raise."""
+        return not int(self.wrong)
+
     def check(self) -> None:
         """Raises what a kernel that has ended reported; returns at once."""
         if place := int(self.wrong):

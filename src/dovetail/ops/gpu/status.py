@@ -67,6 +67,11 @@ class Status:
         """The kernel without an event has."""
         self._running = False
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no kernel has anything to report."""
+        return not (self._array[LATE] or self._array[WRONG_ROW])
+
     def take_wrong_row(self) -> int:
         """1 + the place of a value that names no row, reported once; 0 if there is none."""
         found = int(self._array[WRONG_ROW])

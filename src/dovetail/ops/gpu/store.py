@@ -180,7 +180,8 @@ class Store(Shared):
     def gemv_all_reduce(self, x: torch.Tensor, w: torch.Tensor, *, order: str = "remote") -> torch.Tensor:
         """x @ w.T summed over the ranks (each has a part of K): out [M, N], the same bits on every rank.
 
-        M is at most 64. `out` is on the symmetric heap, or a copy in the graph's memory while one is captured.
+        M is at most 64. Peers store to memory that is kept from call to call, and `out` is a copy of it: so there is
+        nothing to tell them where it lies.
         """
         x, w = self._begin("gemv_all_reduce", x, w)
         world, rank = self.group.size, self.group.rank
@@ -188,30 +189,25 @@ class Store(Shared):
         if m > 64:
             raise ValueError(f"x has {m} rows; gemv_all_reduce takes up to 64")
         blocks, kind, *sizes = self._gemv_state(m, n, x.dtype)
-        capturing = self.is_capturing()
-        made = None if capturing else self._addresses.empty((m, n), x.dtype)
-        table, _ = self._agree(f"gemv_all_reduce(x [{m}, ..], w [{n}, ..], {x.dtype})", made, ())
+        self._agree(f"gemv_all_reduce(x [{m}, ..], w [{n}, ..], {x.dtype})", None, ())
         if not (m and n):
             return x.new_empty((m, n))
         state = self._state(kind, *sizes, dtype=x.dtype)
-        out: torch.Tensor
-        if made is None:
-            assert state.result is not None
-            table, out = state.result.table, state.result.tensor[: m * n].view(m, n)
-        else:
-            out = made
         counter = self._counter((kind, m, n, k))
         from dovetail.ops.kernels.gemv import gemv_all_reduce_kernel
 
         assert state.stage is not None
-        self._launch(
-            gemv_all_reduce_kernel, blocks, (out, table, state, counter),
-            x, w, table, state.stage.table, *self._words(state, counter), rank, world, m, n, k,
+        assert state.result is not None
+        result: torch.Tensor = state.result.tensor[: m * n].view(m, n)
+        out = self._launch(
+            gemv_all_reduce_kernel, blocks, (state, counter),
+            x, w, state.result.table, state.stage.table, *self._words(state, counter), rank, world, m, n, k,
             _tl(x.dtype), blocks.height, blocks.width, blocks.depth,
             n % blocks.width == 0, k % blocks.depth == 0, _precision(x.dtype), self._interpreted,
-            Order(order) is Order.REMOTE,
+            Order(order) is Order.REMOTE, then=result.clone,
         )  # fmt: skip
-        return out.clone() if capturing else out
+        assert out is not None
+        return out
 
     def _gemv_state(self, m: int, n: int, dtype: torch.dtype) -> tuple[Any, ...]:
         """(blocks, kind, words, items of the stage, items of the result), the same on all ranks."""

@@ -5,6 +5,7 @@ Owns their memory. A table is found again by what is in it, and a kernel that ma
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from dovetail.errors import NotSupported
+from dovetail.hw.gpu import tensors
 
 _CHUNK_WORDS = 1 << 14
 #: So many tables are known; then all are forgotten, and calls make theirs again.
@@ -80,8 +82,14 @@ def recorded(device: torch.device) -> Any:
     """An event behind what torch's current stream has to do."""
     cuda: Any = torch.cuda
     event = cuda.Event()
-    event.record(cuda.current_stream(device))
+    event.record(_current_stream(device.index, tensors.current_stream(device.index)))
     return event
+
+
+@functools.lru_cache(maxsize=64)
+def _current_stream(index: int, raw: int) -> Any:
+    """torch's object for its current stream, `raw`: to ask for it takes longer than to record an event."""
+    return torch.cuda.current_stream(index)
 
 
 def is_capturing(device: torch.device) -> bool:

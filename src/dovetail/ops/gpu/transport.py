@@ -15,6 +15,7 @@ import torch
 from dovetail.errors import NotSupported
 from dovetail.ops import calls
 from dovetail.ops.gpu import sliced
+from dovetail.ops.gpu.tables import is_capturing
 from dovetail.ops.group import NUM_WORDS, OpsGroup
 
 if TYPE_CHECKING:
@@ -32,16 +33,26 @@ def store_of(g: OpsGroup, device: torch.device) -> Store:
     return found
 
 
+_KINDS = "store", "sliced"
+
+
 def check(g: OpsGroup, device: torch.device) -> None:
     """Raises what an earlier kernel reported: a late peer, a row number out of range."""
-    for kind in ("store", "sliced"):
+    for kind in _KINDS:
         if (found := g.known.get((kind, device))) is not None:
             found.check()
 
 
+def is_clear(g: OpsGroup, device: torch.device) -> bool:
+    """Whether a call whose like was run before need not be looked at: no kernel has reported anything, and no graph is
+    being captured."""
+    made = [found for kind in _KINDS if (found := g.known.get((kind, device))) is not None]
+    return all(found.is_quiet for found in made) and not is_capturing(device)
+
+
 def check_all(g: OpsGroup, *, synchronize: bool) -> None:
     """The same, for all devices that the group has used."""
-    kept = [key[1] for key in g.known if isinstance(key, tuple) and key[0] in ("store", "sliced")]
+    kept = [key[1] for key in g.known if isinstance(key, tuple) and key[0] in _KINDS]
     for device in dict.fromkeys(kept):
         if synchronize and device.type != "cpu":
             torch.cuda.synchronize(device)
