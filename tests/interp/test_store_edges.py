@@ -221,13 +221,18 @@ def _ranks_with_unequal_shares_of_their_gpus_cut_alike(group: Any) -> str:
 def _calls_whose_like_was_run_before_go_the_short_way(group: Any) -> str:
     """New data in each, ranks late, memory poisoned; earlier results stay. A report of an earlier kernel is told."""
     from dovetail.ops import calls, quick
+    from dovetail.ops.gpu.repeated import Repeated
 
     short: list[str] = []
-    real = quick._run
+    real = quick._run, Repeated.__call__
 
-    def counted(ranks: Any, known: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def short_way(ranks: Any, known: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         short.append(known.call.op)
-        return real(ranks, known, x, w)
+        return real[0](ranks, known, x, w)
+
+    def shortest(self: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor | None:
+        short.append(f"{self._op}, repeated")
+        return real[1](self, x, w)
 
     def product(op: str, run: int) -> tuple[torch.Tensor, torch.Tensor]:
         world, rank, m, n, k = group.size, group.rank, 2 * group.size, 5, 8
@@ -243,7 +248,7 @@ def _calls_whose_like_was_run_before_go_the_short_way(group: Any) -> str:
         return out, total if op == "gemv_all_reduce" else total.chunk(world)[rank]
 
     ops = ("all_gather_matmul", "gemv_all_reduce", "gemm_all_to_all", "matmul_reduce_scatter")
-    quick._run = counted
+    quick._run, Repeated.__call__ = short_way, shortest  # type: ignore[method-assign]
     try:
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         for run in range(4):
@@ -258,7 +263,8 @@ def _calls_whose_like_was_run_before_go_the_short_way(group: Any) -> str:
                             memory.tensor.fill_(float("nan"))
                 store._addresses.barrier()
         found = "; ".join(filter(None, (lib.differs(*each) for each in kept)))
-        if found or short != [*ops] * 3:
+        later = [op if op == "gemm_all_to_all" else f"{op}, repeated" for op in ops]
+        if found or short != [*ops, *later, *later]:
             return found or f"short were {short}"
         values, in_range = torch.zeros(group.size, dtype=torch.int64), calls._in_range
         values[0] = 10**12 if group.rank == 1 else 0
@@ -272,7 +278,7 @@ def _calls_whose_like_was_run_before_go_the_short_way(group: Any) -> str:
             return found
         return lib.differs(*product("gemv_all_reduce", 8))
     finally:
-        quick._run = real
+        quick._run, Repeated.__call__ = real  # type: ignore[method-assign]
 
 
 @_case
@@ -397,7 +403,7 @@ def _a_group_ends_its_kernels(group: Any) -> str:
     store = _store(group)
     group.ops.barrier()
     group.close()
-    return "is still there" if store._states or store._launcher.held or store._rows else ""
+    return "is still there" if store._states or store.launcher.held or store._rows else ""
 
 
 def _dead_peer(group: Any) -> str:

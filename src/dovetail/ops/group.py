@@ -102,6 +102,27 @@ class Repeat:
             self.finish(out, own, half)
 
 
+class Same:
+    """A call that was made before, said in the same words: `meet` is `OpsGroup.agree` for it, in few steps."""
+
+    __slots__ = ("_before", "_group", "_mine", "_splits", "_stage", "_text")
+
+    def __init__(
+        self, group: OpsGroup, mine: bytes, before: bytes, text: str, splits: Sequence[int], stage: tuple[int, int]
+    ) -> None:  # fmt: skip
+        self._group, self._mine, self._before, self._text, self._splits = group, mine, before, text, splits
+        self._stage = stage
+
+    @property
+    def is_over(self) -> bool:
+        """This rank has something else to say: its stage is another now."""
+        return self._group.stage != self._stage
+
+    def meet(self) -> list[tuple[int, ...]] | None:
+        """None if everybody has said what they said before; otherwise what `agree` returns. Raises as that does."""
+        return self._group.again(self._mine, self._before, self._text, self._splits)
+
+
 class OpsGroup:
     """The operators' side of a `Group` on one host. All members make one together."""
 
@@ -119,8 +140,8 @@ class OpsGroup:
         self._scratch: dict[str, Any] = {}
         self._stage: Any = None
         self._before: Any = None  # the stage before it, until nobody can know of it
-        self._mine = (0, 0)  # of our stage: offset, bytes of a half
-        self.plain = self._words.pack(*self._no_words, *self._mine)  #: what a call without words posts
+        self.stage = (0, 0)  #: of our own: offset, bytes of a half
+        self.plain = self._words.pack(*self._no_words, *self.stage)  #: what a call without words posts
         self._stages: list[tuple[int, int]] = [(0, 0)] * size  # everybody's, as they were posted last
         self._halves: tuple[list[int], list[int]] = ([0] * size, [0] * size)  # where both halves of each begin
         self._room = 0  # bytes of the smallest half
@@ -164,6 +185,21 @@ class OpsGroup:
         self.meetings += 1
         return told if slots is None else self._look(mine, slots, text, splits)
 
+    def same(self, text: str, words: Sequence[int] = (), splits: Sequence[int] = ()) -> Same | None:
+        """A call that was made before with these words; None if not all of it has been said."""
+        known = self._texts.get((text, self.transport))
+        if known is None:
+            return None
+        mine = known + (self._packed(words, splits) if words or splits else self.plain)
+        before = self._orderly.get(mine)
+        return None if before is None else Same(self, mine, before[0], text, splits, self.stage)
+
+    def again(self, mine: bytes, before: bytes, text: str, splits: Sequence[int]) -> list[tuple[int, ...]] | None:
+        """The exchange of `Same`."""
+        slots = self._meeting.repeat(mine, before, ())
+        self.meetings += 1
+        return None if slots is None else self._look(mine, slots, text, splits)
+
     def repeat(
         self, text: str, splits: Sequence[int], *, part: int, step: int, sums: bool, dtype: int
     ) -> Repeat | None:
@@ -188,7 +224,7 @@ class OpsGroup:
 
     def _packed(self, words: Sequence[int], splits: Sequence[int]) -> bytes:
         padded = (*words, *(0,) * (NUM_WORDS - len(words)))
-        return self._words.pack(*padded, *(splits or self._no_splits), *self._mine)
+        return self._words.pack(*padded, *(splits or self._no_splits), *self.stage)
 
     def judge(self, status: int, mine: bytes, text: str, splits: Sequence[int]) -> None:
         """Looks at an exchange that native code has made, and that was not like the last."""
@@ -282,14 +318,14 @@ class OpsGroup:
         it enters its next exchange; the same half comes again two exchanges later. So a call needs one meeting only:
         `agree`, after the peers' stages were written. All ranks decide alike: from what all of them posted last.
         """
-        if self._mine[1] < size_bytes:
+        if self.stage[1] < size_bytes:
             import torch
 
             half = -(-max(size_bytes, _LEAST_STAGE) // 4096) * 4096
             self._before = self._stage  # a peer that makes another call may still write there
             self._stage = self.blocks.empty((2 * half,), torch.uint8)
-            self._mine = (self.blocks.offset(self._stage), half)
-            self.plain = self._words.pack(*self._no_words, *self._mine)
+            self.stage = (self.blocks.offset(self._stage), half)
+            self.plain = self._words.pack(*self._no_words, *self.stage)
         return None if self._room < size_bytes else self._halves[self.meetings % 2]
 
     @property

@@ -19,6 +19,7 @@ from dovetail.hw.world import Group
 from dovetail.ops import calls
 from dovetail.ops.choose import STORE, Choice
 from dovetail.ops.cpu.repeated import Repeated
+from dovetail.ops.gpu import repeated as repeated_on_gpu
 from dovetail.ops.gpu import transport as transport_on_gpu
 from dovetail.ops.group import OpsGroup
 
@@ -35,7 +36,7 @@ class Known:
     forward: Callable[[OpsGroup, Any], torch.Tensor]
     tally: list[int]  #: how often it ran, among others
     on_gpu: bool
-    repeated: Repeated | None = None  #: runs it in fewer steps, on a CPU
+    repeated: Repeated | repeated_on_gpu.Repeated | None = None  #: runs it in fewer steps
 
     def forget(self) -> None:
         """Lets the tensors go."""
@@ -113,7 +114,8 @@ def _run(ranks: OpsGroup, known: Known, x: torch.Tensor, w: torch.Tensor) -> tor
     known.tally[0] += 1
     try:
         out = known.forward(ranks, call)
-        known.repeated = Repeated.of(ranks, call) if ranks.transport == STORE and not known.on_gpu else None
+        kind = repeated_on_gpu.Repeated if known.on_gpu else Repeated
+        known.repeated = kind.of(ranks, call) if ranks.transport == STORE else None
         return out
     finally:
         ranks.transport = ""

@@ -109,10 +109,11 @@ class Shared:
         self._inputs: dict[torch.dtype, torch.Tensor] = {}  # for copies of inputs that peers can't reach
         self._tables = Tables(self.device)
         self._status = Status(group, self._addresses)
-        self._launcher = Launcher(self.device, self._status, interpreted=self._interpreted)
+        self.launcher = Launcher(self.device, self._status, interpreted=self._interpreted)
         #: How ranks meet for the call that is being made: takes two words of this rank, returns what each rank said,
         #: its two words first. Without it they meet for addresses only.
         self.meet: Meet | None = None
+        self.generation = 0  #: of the memory that calls share: grows when some of it is made
         self._tables_before: tuple[int, ...] | None = None  # of embeddings, of each rank, in the last call
         self._addresses.leaves(self)
 
@@ -146,11 +147,12 @@ class Shared:
             Timeout: a peer was late; the group is broken.
             IndexError: a row number was out of range.
         """
-        self._check_late()
+        self.check_late()
         if bad := self._status.take_wrong_row():
             raise IndexError(f"values[{bad - 1}] was not a row of its table; nothing was pooled for it")
 
-    def _check_late(self) -> None:
+    def check_late(self) -> None:
+        """Raises if a peer of an earlier kernel died or was late; the group is broken then."""
         if (error := self._status.error()) is not None:
             self._broken(error)
             raise error
@@ -193,7 +195,7 @@ class Shared:
 
     def _end(self) -> None:
         self._status.close()
-        self._launcher.forget()
+        self.launcher.forget()
         for kept in (self._rows, self._counters, self._inputs, self._outgrown):
             kept.clear()
 
@@ -211,7 +213,7 @@ class Shared:
         self._status.tell(error)
 
     def _forget(self) -> None:
-        native.keep((self._launcher.forget(), self._states, self._inputs, self._outgrown))
+        native.keep((self.launcher.forget(), self._states, self._inputs, self._outgrown))
         self._states, self._inputs, self._outgrown = {}, {}, []
 
     # --- for the operators
@@ -225,8 +227,8 @@ class Shared:
         """Begins a call: raises what an earlier one left, and lets go of memory that is no longer used."""
         if self.group.broken is not None:
             raise self.group.broken
-        self._check_late()
-        self._launcher.begin()
+        self.check_late()
+        self.launcher.begin()
 
     def _state(self, kind: Hashable, *sizes: int, dtype: torch.dtype = torch.int64) -> State:
         """What ranks share for a kind of call: words, items of the stage, items of the result. It is made in the first
@@ -236,6 +238,7 @@ class Shared:
         if found is not None and found.has(wanted):
             return found
         self.refuse_capture()
+        self.generation += 1
         if found is not None:
             self._outgrown.append(found.signals)  # its memory goes when the kernels that hold it have ended
             wanted = tuple(
@@ -254,6 +257,7 @@ class Shared:
         found = self._inputs.get(dtype)
         if found is None or found.numel() < m * k:
             self.refuse_capture()
+            self.generation += 1
             have = 0 if found is None else found.numel()
             found = self._inputs[dtype] = self._addresses.empty((max(m * k, have + have // 4),), dtype)
         return found[: m * k].view(m, k)
@@ -351,9 +355,9 @@ class Shared:
     ) -> torch.Tensor | None:  # fmt: skip
         """Launches on torch's current stream, and does `then` behind it; `held` is what must stay until both are over
         (`Launcher.run`)."""
-        made = self._launcher.run(kernel, self.programs, blocks, held, args, then)
+        made = self.launcher.run(kernel, self.programs, blocks, held, args, then)
         if self._interpreted:
-            self._check_late()
+            self.check_late()
         return made
 
     def is_capturing(self) -> bool:

@@ -104,7 +104,7 @@ class Store(Shared):
         x, w = self._begin("all_gather_matmul", x, w)
         world, rank = self.group.size, self.group.rank
         (m, k), n = x.shape, w.shape[0]
-        if not self._is_placed(x):
+        if not self.is_placed(x):
             x = self._scratch(m, k, x.dtype).copy_(x)
         table, _ = self._agree(f"all_gather_matmul(x [{m}, {k}], w [.., {k}], {x.dtype})", x, ())
         if not m:  # on all ranks; n = 0 may be this one's only, and the others need its signals
@@ -120,10 +120,19 @@ class Store(Shared):
 
         self._launch(
             all_gather_matmul_kernel, rows.blocks, (x, y, gathered, table, state, rows),
-            table, w, y, gathered, rows.tiles, rows.segments, *self._words(state, rows.counters), rank, world, m, n, k,
+            w, y, gathered, table, rows.tiles, rows.segments, *self._words(state, rows.counters), rank, world, m, n, k,
             _tl(x.dtype), *self._shape(rows, n, k, x.dtype), copy, 4096,
         )  # fmt: skip
         return y, gathered
+
+    def place_of(self, x: torch.Tensor, n: int) -> tuple[torch.Tensor, int, bool] | None:
+        """Where `all_gather_matmul` puts an x like this one in a call that was made before, how peers are told, and if
+        they copy its rows before they multiply them. None if they read it where it lies."""
+        (m, k), place = x.shape, self._inputs.get(x.dtype)
+        if self.is_placed(x) or place is None or place.numel() < m * k:
+            return None
+        mine = place[: m * k].view(m, k)
+        return mine, self._addresses.short(mine), self._copies(m, n, k, x.dtype)
 
     def _copies(self, m: int, n: int, k: int, dtype: torch.dtype) -> bool:
         """Whether rows of peers are copied here first, if nobody says."""
@@ -339,7 +348,7 @@ class Store(Shared):
         if scales is not None and scales.shape != values.shape:
             raise ValueError(f"per_sample_weights is {tuple(scales.shape)}, values {tuple(values.shape)}")
 
-    def _is_placed(self, x: torch.Tensor) -> bool:
+    def is_placed(self, x: torch.Tensor) -> bool:
         """Whether peers can read this input where it lies."""
         return self._addresses.reaches(x) and x.data_ptr() % 16 == 0
 
@@ -361,7 +370,7 @@ class Store(Shared):
             copy = self._copies(rows, n, k, dtype)
             key, _ = self._row_key((op, copy), (rows,) * world, n, k, dtype, "local")
             scratch = self._inputs.get(dtype)
-            placed = self._is_placed(x) or (scratch is not None and scratch.numel() >= rows * k)
+            placed = self.is_placed(x) or (scratch is not None and scratch.numel() >= rows * k)
             known = placed and key in self._rows and self._tables.has_room(world)
         else:
             self.refuse_capture(op)

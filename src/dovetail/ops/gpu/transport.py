@@ -46,8 +46,11 @@ def check(g: OpsGroup, device: torch.device) -> None:
 def is_clear(g: OpsGroup, device: torch.device) -> bool:
     """Whether a call whose like was run before need not be looked at: no kernel has reported anything, and no graph is
     being captured."""
-    made = [found for kind in _KINDS if (found := g.known.get((kind, device))) is not None]
-    return all(found.is_quiet for found in made) and not is_capturing(device)
+    for kind in _KINDS:
+        if (found := g.known.get((kind, device))) is not None and not found.is_quiet:
+            return False
+    store: Store | None = g.known.get(("store", device))
+    return not (is_capturing(device) if store is None else store.is_capturing())
 
 
 def check_all(g: OpsGroup, *, synchronize: bool) -> None:

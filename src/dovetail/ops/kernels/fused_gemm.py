@@ -166,7 +166,7 @@ def matmul_reduce_scatter_kernel(
 
 @triton.jit(do_not_specialize=["rank", "world", "status", "bound", "M"])
 def all_gather_matmul_kernel(
-    xs, w, y, gathered, tiles, segments, signals, local, counters, status: tl.int64, bound: tl.int64,
+    w, y, gathered, xs, tiles, segments, signals, local, counters, status: tl.int64, bound: tl.int64,
     rank: tl.int32, world: tl.int32, M: tl.int32, N, K, DTYPE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
     EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, SOFT: tl.constexpr,
