@@ -263,7 +263,7 @@ def _calls_whose_like_was_run_before_go_the_short_way(group: Any) -> str:
                             memory.tensor.fill_(float("nan"))
                 store._addresses.barrier()
         found = "; ".join(filter(None, (lib.differs(*each) for each in kept)))
-        later = [op if op == "gemm_all_to_all" else f"{op}, repeated" for op in ops]
+        later = [f"{op}, repeated" for op in ops]
         if found or short != [*ops, *later, *later]:
             return found or f"short were {short}"
         values, in_range = torch.zeros(group.size, dtype=torch.int64), calls._in_range
@@ -279,6 +279,35 @@ def _calls_whose_like_was_run_before_go_the_short_way(group: Any) -> str:
         return lib.differs(*product("gemv_all_reduce", 8))
     finally:
         quick._run, Repeated.__call__ = real  # type: ignore[method-assign]
+
+
+@_case
+def _unfused_calls_whose_like_was_run_before(group: Any) -> str:
+    """Products and splits that change; a rank that makes another call is told of."""
+    from dovetail import ops
+
+    world, rank = group.size, group.rank
+    for run in range(4):
+        lib.nap(rank, run, 0.005)
+        splits = [[(3 * i + 2 * j + run) % 4 for j in range(world)] for i in range(world)]
+        for rows in (None, splits):
+            many = [2 * world if rows is None else sum(rows[r]) for r in range(world)]
+            xs = [lib.numbers(r, run, many[r], 8, dtype=torch.float32) for r in range(world)]
+            ws = [lib.numbers(r, run + 50, 5, 8, dtype=torch.float32) for r in range(world)]
+            products = [lib.product(x, w) for x, w in zip(xs, ws, strict=True)]
+            given = () if rows is None else ([rows[r][rank] for r in range(world)], rows[rank])
+            out = ops.gemm_all_to_all(xs[rank], ws[rank], *given, group=group, transport="unfused")
+            parts = [p.chunk(world) if rows is None else p.split(rows[r]) for r, p in enumerate(products)]
+            if wrong := lib.differs(out, torch.cat([part[rank] for part in parts])):
+                return f"run {run}, splits {rows}: {wrong}"
+            if rows is None:
+                out = ops.gemv_all_reduce(xs[rank], ws[rank], group=group, transport="unfused")
+                if wrong := lib.differs(out, lib.summed(products)):
+                    return f"run {run}: {wrong}"
+    x, w = xs[rank].new_ones(2 * world, 8), ws[rank]
+    call = ops.gemv_all_reduce if rank else ops.matmul_reduce_scatter
+    wrong = _raises(MismatchError, "same call", lambda: call(x, w, group=group, transport="unfused"))
+    return wrong or _works(group)
 
 
 @_case

@@ -22,6 +22,7 @@ MOST_GEMV_ROWS = 64
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _SUM, _MEAN = "sum", "mean"
+_NOTHING = torch.empty(0, 0)
 #: What `check_bags` of the native part finds wrong.
 _WRONG_OFFSETS, _WRONG_VALUE = 1, 2
 
@@ -67,6 +68,10 @@ class Product(Call):
     def __post_init__(self) -> None:
         self.rows, self.k = self.x.shape
         self.n = self.w.shape[0]
+
+    def forget(self) -> None:
+        """Lets its tensors go; what it says of their shapes stays."""
+        self.x = self.w = _NOTHING
 
     @property
     def device(self) -> torch.device:

@@ -16,13 +16,14 @@ from dovetail.coll.registry import registry
 from dovetail.errors import MismatchError
 from dovetail.hw.cpu import native
 from dovetail.hw.world import Group
-from dovetail.ops import calls
-from dovetail.ops.choose import STORE, Choice
+from dovetail.ops import calls, unfused
+from dovetail.ops.choose import STORE, UNFUSED, Choice
 from dovetail.ops.cpu.repeated import Repeated
 from dovetail.ops.gpu import repeated as repeated_on_gpu
 from dovetail.ops.gpu import transport as transport_on_gpu
 from dovetail.ops.group import OpsGroup
 
+_Repeats = Repeated | repeated_on_gpu.Repeated | unfused.Repeated
 #: Under which products with splits are kept.
 UNEVEN = "gemm_all_to_all, uneven"
 
@@ -36,11 +37,7 @@ class Known:
     forward: Callable[[OpsGroup, Any], torch.Tensor]
     tally: list[int]  #: how often it ran, among others
     on_gpu: bool
-    repeated: Repeated | repeated_on_gpu.Repeated | None = None  #: runs it in fewer steps
-
-    def forget(self) -> None:
-        """Lets the tensors go."""
-        self.call.x = self.call.w = _NOTHING
+    repeated: _Repeats | None = None  #: runs it in fewer steps
 
 
 def learn(
@@ -56,7 +53,7 @@ def learn(
         if shapes.find(call.x, call.w) is None:  # it may have come by way of torch's dispatcher, which always does
             made = Known(call, choice, forward, registry.tally(call.op, *choice), on_gpu)
             shapes.add(call.x, call.w, made)
-            made.forget()
+            call.forget()
 
 
 def run(
@@ -114,12 +111,15 @@ def _run(ranks: OpsGroup, known: Known, x: torch.Tensor, w: torch.Tensor) -> tor
     known.tally[0] += 1
     try:
         out = known.forward(ranks, call)
-        kind = repeated_on_gpu.Repeated if known.on_gpu else Repeated
-        known.repeated = kind.of(ranks, call) if ranks.transport == STORE else None
+        known.repeated = _repeated(ranks, known)
         return out
     finally:
         ranks.transport = ""
-        known.forget()
+        call.forget()
 
 
-_NOTHING = torch.empty(0, 0)
+def _repeated(ranks: OpsGroup, known: Known) -> _Repeats | None:
+    """What runs a call like the one that was just made, if there is something shorter."""
+    if ranks.transport == STORE:
+        return repeated_on_gpu.Repeated.of(ranks, known.call) if known.on_gpu else Repeated.of(ranks, known.call)
+    return unfused.Repeated.of(ranks, known.call) if known.on_gpu and ranks.transport == UNFUSED else None

@@ -5,6 +5,7 @@ Works on any device and group that the collectives serve, across hosts too.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from dovetail.coll import api
 from dovetail.hw.world import Group
 from dovetail.ops import calls
-from dovetail.ops.group import ops_group
+from dovetail.ops.group import OpsGroup, Same, ops_group
 
 
 def gemm_all_to_all(g: Group, c: calls.GemmAllToAll) -> torch.Tensor:
@@ -104,6 +105,37 @@ def run(g: Group, c: calls.Call) -> torch.Tensor:
     if g.world.local:
         ops_group(g).agree(c.text, (), splits)  # every call begins with it: who refuses its arguments says so here
     return PRODUCTS[type(c)](g, c)
+
+
+class Repeated:
+    """A product whose like was run before: the ranks meet in few steps, to say that they make the same call."""
+
+    def __init__(self, same: Same, group: Group, call: calls.Product) -> None:
+        call.forget()
+        self._same, self._group, self._call, self._run = same, group, call, PRODUCTS[type(call)]
+
+    @staticmethod
+    def of(g: OpsGroup, c: calls.Product) -> Repeated | None:
+        """For a call that was just made; None if it can't be, or if its splits may be others each time."""
+        splits: tuple[int, ...] = ()
+        if isinstance(c, calls.GemmAllToAll):
+            if not c.even:
+                return None
+            splits = (*c.send, *c.receive)
+        same = g.same(c.text, (), splits)
+        return None if same is None else Repeated(same, g.group, copy.copy(c))
+
+    def __call__(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor | None:
+        """None, and nothing was done, if it can't be done like that any more."""
+        if self._same.is_over:
+            return None
+        self._same.meet()
+        call = self._call
+        call.x, call.w = x, w
+        try:
+            return self._run(self._group, call)
+        finally:
+            call.forget()
 
 
 def _tables(g: Group, c: calls.EmbeddingAllToAll) -> list[int]:

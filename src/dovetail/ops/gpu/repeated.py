@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dovetail.ops import calls
-from dovetail.ops.group import OpsGroup, Same
+from dovetail.ops.group import NUM_WORDS, OpsGroup, Same
 
 if TYPE_CHECKING:
     from dovetail.ops.gpu.launcher import Launch
@@ -28,9 +28,12 @@ _UNALIGNED = 15
 class Repeated:
     """Products of one shape. `of` makes one, or None if there is none."""
 
-    def __init__(self, store: Store, op: str, same: Same, launch: Launch, begin: _Begin, number: int) -> None:
-        """`number`: how many arguments `begin` makes."""
-        self._store, self._op, self._same, self._begin = store, op, same, begin
+    def __init__(
+        self, store: Store, op: str, splits: tuple[int, ...], same: Same, launch: Launch, begin: _Begin, number: int
+    ) -> None:  # fmt: skip
+        """`splits`: rows that are sent, then received, where an operator has them; `number`: how many arguments `begin`
+        makes."""
+        self._store, self._op, self._splits, self._same, self._begin = store, op, splits, same, begin
         self._rest, self._launch = tuple(launch.args[number:]), launch._replace(held=_kept(launch, number), args=())
         self._generation, self._timeout_s = store.generation, store.group.timeout_s
 
@@ -44,8 +47,11 @@ class Repeated:
         if launch is None or not launch.is_direct:
             return None
         begin: _Begin
+        splits: tuple[int, ...] = ()
         if isinstance(c, calls.GemvAllReduce):
             begin, number = _pair, 2
+        elif isinstance(c, calls.GemmAllToAll) and launch.then is not None:
+            begin, number, splits = _pair, 2, (*c.send, *c.receive)
         elif isinstance(c, calls.MatmulReduceScatter):
             begin, number = _scattered(c), 3
         elif isinstance(c, calls.AllGatherMatmul):
@@ -56,8 +62,8 @@ class Repeated:
             begin, number = _gathered(c, place, copies), 3
         else:
             return None  # peers write to new memory in each call
-        same = g.same(c.text, (name, 0))
-        return None if same is None else Repeated(store, c.op, same, launch, begin, number)
+        same = g.same(c.text, (name, 0), splits)
+        return None if same is None else Repeated(store, c.op, splits, same, launch, begin, number)
 
     def __call__(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor | None:
         """None, and nothing was done, if it can't be done like that any more."""
@@ -84,9 +90,12 @@ class Repeated:
 
     def _at_length(self, rows: list[tuple[int, ...]], x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         """Somebody has something else to say than in earlier calls: what, all ranks know by now."""
-        store = self._store
-        store.meet = lambda _: [row[:2] for row in rows]
+        store, splits = self._store, self._splits
+        store.meet = lambda _: [(*row[:2], *row[NUM_WORDS:]) if splits else row[:2] for row in rows]
         try:
+            if splits:
+                many = len(splits) // 2
+                return store.gemm_all_to_all(x, w, splits[:many], splits[many:], even=True)
             found: torch.Tensor = getattr(store, self._op)(x, w)
             return found
         finally:

@@ -28,6 +28,8 @@ from dovetail.ops.gpu import tiles
 from dovetail.ops.gpu.shared import Meet, Rows, Shared, raise_wrong_rows
 from dovetail.ops.gpu.tiles import Blocks, Order
 
+#: Of an output that is a copy at most: the GPU copies so much in a few microseconds.
+COPIED_BYTES = 8 << 20
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -35,15 +37,20 @@ class Store(Shared):
     """The five fused operators of a group, by stores to peers. All members make one together and call it alike."""
 
     def gemm_all_to_all(
-        self, x: torch.Tensor, w: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, order: str = "remote"
-    ) -> torch.Tensor:
-        """y = x @ w.T with the rows sent to their ranks: out [sum(receive), N], on the symmetric heap.
+        self, x: torch.Tensor, w: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, order: str = "remote",
+        even: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
+        """y = x @ w.T with the rows sent to their ranks: out [sum(receive), N].
+
+        Peers store to `out` itself, on the symmetric heap; or, where it is small and has one size on all ranks, to
+        memory that is kept from call to call, of which it is a copy: to tell them of new memory takes the host longer.
 
         Args:
             x: [sum(send), K], rows grouped by destination.
             send: rows for each rank, numbers on the host.
             receive: rows from each rank; those of rank 0 come first in `out`.
             order: "remote" (rows for peers are computed first), "local" or "natural".
+            even: all ranks send and receive as many rows; they all say so.
         """
         x, w = self._begin("gemm_all_to_all", x, w)
         self.refuse_capture("gemm_all_to_all")
@@ -54,9 +61,10 @@ class Store(Shared):
                 f"send and receive are {world} numbers of rows each, and send adds up to x's {x.shape[0]}; not "
                 f"{list(send)} and {list(receive)}"
             )
-        out = self._addresses.empty((sum(receive), n), x.dtype)
-        text = f"gemm_all_to_all(x [.., {k}], w [{n}, {k}], {x.dtype})"
-        table, numbers = self._agree(text, out, (*send, *receive))
+        is_copied = even and 0 < x.shape[0] * n * x.dtype.itemsize <= COPIED_BYTES
+        made = None if is_copied else self._addresses.empty((sum(receive), n), x.dtype)
+        text = f"gemm_all_to_all(x [.., {k}], w [{n}, {k}], {x.dtype}{', even' * even})"
+        table, numbers = self._agree(text, made, (*send, *receive))
         for i, j in itertools.product(range(world), repeat=2):
             if numbers[i][j] != numbers[j][world + i]:
                 calls = {r: f"{text} with send {numbers[r][:world]}, receive {numbers[r][world:]}" for r in (i, j)}
@@ -65,17 +73,25 @@ class Store(Shared):
                     "was moved",
                     calls=calls,
                 )
-        state = self._state(("gemm_all_to_all",), 2 * world)
+        kind = ("gemm_all_to_all", x.dtype) if is_copied else ("gemm_all_to_all",)
+        state = self._state(kind, 2 * world, 0, x.shape[0] * n if is_copied else 0, dtype=x.dtype)
+        out: torch.Tensor
+        if made is None:
+            assert state.result is not None
+            table, out = state.result.table, state.result.tensor[: x.shape[0] * n].view(x.shape[0], n)
+        else:
+            out = made
         before = tuple(sum(numbers[r][world : world + rank]) for r in range(world))
         rows = self._row_tiles(("gemm_all_to_all",), send, n, k, x.dtype, order=order, rows_before=before)
         from dovetail.ops.kernels.fused_gemm import gemm_all_to_all_kernel
 
         if n:
-            self._launch(
+            copy = self._launch(
                 gemm_all_to_all_kernel, rows.blocks, (out, table, state, rows),
                 x, w, table, rows.tiles, rows.segments, *self._words(state, rows.counters), rank, world, n, k,
-                _tl(x.dtype), *self._shape(rows, n, k, x.dtype),
+                _tl(x.dtype), *self._shape(rows, n, k, x.dtype), then=out.clone if is_copied else None,
             )  # fmt: skip
+            return out if copy is None else copy
         return out
 
     def all_gather_matmul(

@@ -115,7 +115,11 @@ def _run(
 
 def gemm_all_to_all(g: OpsGroup, c: calls.GemmAllToAll) -> torch.Tensor:
     """Tiles go straight to the peer's output."""
-    return _run(g, c, lambda s: s.gemm_all_to_all(c.x, c.w, c.send, c.receive), splits=(*c.send, *c.receive))
+
+    def run(s: Store) -> torch.Tensor:
+        return s.gemm_all_to_all(c.x, c.w, c.send, c.receive, even=c.even)
+
+    return _run(g, c, run, splits=(*c.send, *c.receive))
 
 
 def gemv_all_reduce(g: OpsGroup, c: calls.GemvAllReduce) -> torch.Tensor:
