@@ -147,6 +147,52 @@ def embedding(dtype: torch.dtype, seed: int, transport: str = "store") -> int:
     return count + 4
 
 
+def repeats(rounds: int) -> int:
+    """Products whose like was run before, fused and not, with new data each, in two streams in turn; ranks come late,
+    earlier results stay. Returns how many went the shortest way."""
+    from dovetail.ops import unfused
+    from dovetail.ops.gpu.repeated import Repeated
+
+    group = group_of(None)
+    rank, world = group.rank, group.size
+    m, n, k, dtype = 16 * world, 192, 128, torch.bfloat16
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+    real, short = (Repeated.__call__, unfused.Repeated.__call__), [0]
+
+    def counted(call: Any) -> Any:
+        def run(self: Any, x: torch.Tensor, w: torch.Tensor) -> Any:
+            out = call(self, x, w)
+            short[0] += out is not None
+            return out
+
+        return run
+
+    Repeated.__call__, unfused.Repeated.__call__ = map(counted, real)  # type: ignore[method-assign]
+    try:
+        kept = []
+        for turn in range(rounds):
+            for transport in ("store", "unfused"):
+                for name in ("gemm_all_to_all", "gemv_all_reduce", "all_gather_matmul", "matmul_reduce_scatter"):
+                    xs = [rand(1000 * turn + r, m, k, dtype=dtype) for r in range(world)]
+                    ws = [rand(1000 * turn + 50 + r, n, k, dtype=dtype) / k**0.5 for r in range(world)]
+                    torch.cuda.synchronize()
+                    with torch.cuda.stream(streams[turn % 2]):
+                        if rank == turn % world:
+                            torch.cuda._sleep(200_000)  # a late kernel
+                        out = getattr(ops, name)(xs[rank], ws[rank], transport=transport)
+                        xs[rank].fill_(float("nan"))  # behind the call: who still reads it sees this
+                    kept.append((name, turn, out))
+        torch.cuda.synchronize()
+        for name, turn, out in kept:
+            xs = [rand(1000 * turn + r, m, k, dtype=dtype) for r in range(world)]
+            ws = [rand(1000 * turn + 50 + r, n, k, dtype=dtype) / k**0.5 for r in range(world)]
+            more = ([[m // world] * world] * world,) if name == "gemm_all_to_all" else ()
+            near(f"{name}, turn {turn}", out, getattr(reference, name)(xs, ws, *more)[rank], dtype)
+    finally:
+        Repeated.__call__, unfused.Repeated.__call__ = real  # type: ignore[method-assign]
+    return short[0]
+
+
 def replays(times: int) -> float:
     """Three operators in one captured graph, replayed with changing inputs; the worst error over all replays."""
     group = group_of(None)

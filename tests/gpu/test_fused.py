@@ -56,6 +56,13 @@ def test_all_operators(
 
 
 @pytest.mark.parametrize("ranks", RANKS)
+def test_calls_whose_like_was_run_before(pool_of: Make, ranks: int) -> None:
+    """The third of each is the first that can go the shortest way: what Triton compiled is known by then."""
+    rounds = 12
+    assert min(pool_of(ranks).run(fusedlib.repeats, rounds)) >= 8 * (rounds - 4)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
 def test_captured_graphs_are_replayed_with_changing_inputs(pool_of: Make, ranks: int) -> None:
     assert max(pool_of(ranks).run(fusedlib.replays, REPLAYS)) < 2e-2
 

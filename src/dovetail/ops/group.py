@@ -105,22 +105,23 @@ class Repeat:
 class Same:
     """A call that was made before, said in the same words: `meet` is `OpsGroup.agree` for it, in few steps."""
 
-    __slots__ = ("_before", "_group", "_mine", "_splits", "_stage", "_text")
+    __slots__ = ("_before", "_fixed", "_group", "_meet", "_said", "_state")
 
-    def __init__(
-        self, group: OpsGroup, mine: bytes, before: bytes, text: str, splits: Sequence[int], stage: tuple[int, int]
-    ) -> None:  # fmt: skip
-        self._group, self._mine, self._before, self._text, self._splits = group, mine, before, text, splits
-        self._stage = stage
+    def __init__(self, group: OpsGroup, said: tuple[bytes, str, Sequence[int]], before: bytes) -> None:
+        self._group, self._said, self._before = group, said, before
+        self._meet, self._fixed = native.load().meet, group.fixed
+        self._state = group.stage, group.group.timeout_s
 
     @property
     def is_over(self) -> bool:
-        """This rank has something else to say: its stage is another now."""
-        return self._group.stage != self._stage
+        """This rank has something else to say, or the time limit is another."""
+        return (self._group.stage, self._group.group.timeout_s) != self._state
 
     def meet(self) -> list[tuple[int, ...]] | None:
         """None if everybody has said what they said before; otherwise what `agree` returns. Raises as that does."""
-        return self._group.again(self._mine, self._before, self._text, self._splits)
+        status = self._meet(*self._fixed, self._said[0], self._before, ())
+        self._group.meetings += 1
+        return None if status == AS_SEEN else self._group.judge(status, *self._said)
 
 
 class OpsGroup:
@@ -192,13 +193,7 @@ class OpsGroup:
             return None
         mine = known + (self._packed(words, splits) if words or splits else self.plain)
         before = self._orderly.get(mine)
-        return None if before is None else Same(self, mine, before[0], text, splits, self.stage)
-
-    def again(self, mine: bytes, before: bytes, text: str, splits: Sequence[int]) -> list[tuple[int, ...]] | None:
-        """The exchange of `Same`."""
-        slots = self._meeting.repeat(mine, before, ())
-        self.meetings += 1
-        return None if slots is None else self._look(mine, slots, text, splits)
+        return None if before is None else Same(self, (mine, text, splits), before[0])
 
     def repeat(
         self, text: str, splits: Sequence[int], *, part: int, step: int, sums: bool, dtype: int
@@ -226,9 +221,14 @@ class OpsGroup:
         padded = (*words, *(0,) * (NUM_WORDS - len(words)))
         return self._words.pack(*padded, *(splits or self._no_splits), *self.stage)
 
-    def judge(self, status: int, mine: bytes, text: str, splits: Sequence[int]) -> None:
+    @property
+    def fixed(self) -> tuple[Any, ...]:
+        """For native code that makes the exchange."""
+        return self._meeting.fixed
+
+    def judge(self, status: int, mine: bytes, text: str, splits: Sequence[int]) -> list[tuple[int, ...]]:
         """Looks at an exchange that native code has made, and that was not like the last."""
-        self._look(mine, self._meeting.judge(status), text, splits)
+        return self._look(mine, self._meeting.judge(status), text, splits)
 
     def _look(self, mine: bytes, slots: bytes, text: str, splits: Sequence[int]) -> list[tuple[int, ...]]:
         """What everybody said, if that is in order."""

@@ -35,7 +35,7 @@ class Repeated:
         makes."""
         self._store, self._op, self._splits, self._same, self._begin = store, op, splits, same, begin
         self._rest, self._launch = tuple(launch.args[number:]), launch._replace(held=_kept(launch, number), args=())
-        self._generation, self._timeout_s = store.generation, store.group.timeout_s
+        self._generation = store.generation
 
     @staticmethod
     def of(g: OpsGroup, c: calls.Product) -> Repeated | None:
@@ -70,7 +70,6 @@ class Repeated:
         store = self._store
         if (
             store.generation != self._generation
-            or store.group.timeout_s != self._timeout_s
             or self._same.is_over
             or (x.data_ptr() | w.data_ptr()) & _UNALIGNED
             or (self._op == calls.AllGatherMatmul.op and store.is_placed(x))
