@@ -282,6 +282,36 @@ def _calls_whose_like_was_run_before_go_the_short_way(group: Any) -> str:
 
 
 @_case
+def _small_outputs_are_copies_of_memory_that_peers_know(group: Any) -> str:
+    """Of all ranks, of some or of none: rows are sent to the output itself where one rank's is too large for that."""
+    from dovetail.ops.gpu import store as module
+
+    world, rank, real = group.size, group.rank, module.COPIED_BYTES
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    try:
+        for run in range(9):
+            module.COPIED_BYTES = (1 << 20, 0, 5 * 4 * 4 * world)[run % 3]
+            rows = [[(3 * i + 2 * j * j + run) % 7 for j in range(world)] for i in range(world)]
+            if run == 8:
+                rows = [[0] * world for _ in range(world)]
+            xs = [lib.numbers(r, run, sum(rows[r]), 8, dtype=torch.float32) for r in range(world)]
+            ws = [lib.numbers(r, run + 50, 5, 8, dtype=torch.float32) for r in range(world)]
+            parts = [lib.product(x, w).split(rows[r])[rank] for r, (x, w) in enumerate(zip(xs, ws, strict=True))]
+            lib.nap(rank, run, 0.005)
+            received = [rows[r][rank] for r in range(world)]
+            out = _call("gemm_all_to_all", group, xs[rank], ws[rank], received, rows[rank])
+            kept.append((out, torch.cat(parts)))
+            for state in _only_store(group)._states.values():
+                if state.result is not None:
+                    group.ops.barrier()
+                    state.result.tensor.fill_(float("nan"))
+                    group.ops.barrier()
+    finally:
+        module.COPIED_BYTES = real
+    return "; ".join(filter(None, (lib.differs(*each) for each in kept)))
+
+
+@_case
 def _unfused_calls_whose_like_was_run_before(group: Any) -> str:
     """Products and splits that change; a rank that makes another call is told of."""
     from dovetail import ops

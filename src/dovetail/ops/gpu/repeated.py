@@ -50,8 +50,8 @@ class Repeated:
         splits: tuple[int, ...] = ()
         if isinstance(c, calls.GemvAllReduce):
             begin, number = _pair, 2
-        elif isinstance(c, calls.GemmAllToAll) and launch.then is not None:
-            begin, number, splits = _pair, 2, (*c.send, *c.receive)
+        elif isinstance(c, calls.GemmAllToAll) and c.even and launch.then is not None:
+            begin, number, name, splits = _pair, 2, store.SMALL, (*c.send, *c.receive)
         elif isinstance(c, calls.MatmulReduceScatter):
             begin, number = _scattered(c), 3
         elif isinstance(c, calls.AllGatherMatmul):
@@ -94,7 +94,7 @@ class Repeated:
         try:
             if splits:
                 many = len(splits) // 2
-                return store.gemm_all_to_all(x, w, splits[:many], splits[many:], even=True)
+                return store.gemm_all_to_all(x, w, splits[:many], splits[many:])
             found: torch.Tensor = getattr(store, self._op)(x, w)
             return found
         finally:

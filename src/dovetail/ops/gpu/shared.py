@@ -34,7 +34,7 @@ log = logging.getLogger("dovetail")
 
 T = TypeVar("T")
 Meet = Callable[[Sequence[int]], list[tuple[int, ...]]]
-_NO_TABLE = torch.empty(0, dtype=torch.int64)
+NO_TABLE = torch.empty(0, dtype=torch.int64)
 
 #: Looks per second of a kernel that waits, at most: so a wait is not shorter than the group's timeout.
 _LOOKS_PER_S = 2_000_000
@@ -293,7 +293,7 @@ class Shared:
             raise MismatchError(f"the ranks of {self.group} do not make the same call; nothing was moved", calls=calls)
         rows = [struct.unpack(f"<{1 + len(numbers)}q", n[_TEXT_BYTES:]) for n in notes]
         raise_wrong_rows([row[0] for row in rows])
-        table = self._tables.of(addresses[:, 0]) if tensor is not None else _NO_TABLE
+        table = self._tables.of(addresses[:, 0]) if tensor is not None else NO_TABLE
         return table, [row[1:] for row in rows]
 
     def _agree_there(self, meet: Meet, tensor: torch.Tensor | None) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
@@ -301,7 +301,7 @@ class Shared:
         rows = meet((name, self._status.take_wrong_row()))
         raise_wrong_rows([row[1] for row in rows])
         if tensor is None:
-            return _NO_TABLE, [row[2:] for row in rows]
+            return NO_TABLE, [row[2:] for row in rows]
         addresses = self._addresses.resolved([row[0] for row in rows])
         if addresses is None:  # memory of some rank is new to the others
             addresses = self._addresses.exchange([tensor])[0][:, 0]

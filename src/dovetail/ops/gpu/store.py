@@ -25,32 +25,33 @@ import torch
 
 from dovetail.errors import MismatchError, NotSupported
 from dovetail.ops.gpu import tiles
-from dovetail.ops.gpu.shared import Meet, Rows, Shared, raise_wrong_rows
+from dovetail.ops.gpu.bags import DTYPES, check_bags
+from dovetail.ops.gpu.shared import NO_TABLE, Meet, Rows, Shared, raise_wrong_rows
 from dovetail.ops.gpu.tiles import Blocks, Order
 
 #: Of an output that is a copy at most: the GPU copies so much in a few microseconds.
 COPIED_BYTES = 8 << 20
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Store(Shared):
     """The five fused operators of a group, by stores to peers. All members make one together and call it alike."""
 
+    SMALL = -2
+    """What a rank says, in the place of `Addresses.short`, of an output that is to be a copy."""
+
     def gemm_all_to_all(
-        self, x: torch.Tensor, w: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, order: str = "remote",
-        even: bool = False,
-    ) -> torch.Tensor:  # fmt: skip
+        self, x: torch.Tensor, w: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, order: str = "remote"
+    ) -> torch.Tensor:
         """y = x @ w.T with the rows sent to their ranks: out [sum(receive), N].
 
-        Peers store to `out` itself, on the symmetric heap; or, where it is small and has one size on all ranks, to
-        memory that is kept from call to call, of which it is a copy: to tell them of new memory takes the host longer.
+        Peers store to `out` itself, on the symmetric heap; or, where it is small on all ranks, to memory that is kept
+        from call to call, of which it is a copy: to tell them of new memory takes the host longer.
 
         Args:
             x: [sum(send), K], rows grouped by destination.
             send: rows for each rank, numbers on the host.
             receive: rows from each rank; those of rank 0 come first in `out`.
             order: "remote" (rows for peers are computed first), "local" or "natural".
-            even: all ranks send and receive as many rows; they all say so.
         """
         x, w = self._begin("gemm_all_to_all", x, w)
         self.refuse_capture("gemm_all_to_all")
@@ -61,10 +62,8 @@ class Store(Shared):
                 f"send and receive are {world} numbers of rows each, and send adds up to x's {x.shape[0]}; not "
                 f"{list(send)} and {list(receive)}"
             )
-        is_copied = even and 0 < x.shape[0] * n * x.dtype.itemsize <= COPIED_BYTES
-        made = None if is_copied else self._addresses.empty((sum(receive), n), x.dtype)
-        text = f"gemm_all_to_all(x [.., {k}], w [{n}, {k}], {x.dtype}{', even' * even})"
-        table, numbers = self._agree(text, made, (*send, *receive))
+        text, shape = f"gemm_all_to_all(x [.., {k}], w [{n}, {k}], {x.dtype})", (sum(receive), n)
+        made, table, numbers = self._agree_where(text, shape, x.dtype, (*send, *receive))
         for i, j in itertools.product(range(world), repeat=2):
             if numbers[i][j] != numbers[j][world + i]:
                 calls = {r: f"{text} with send {numbers[r][:world]}, receive {numbers[r][world:]}" for r in (i, j)}
@@ -73,14 +72,16 @@ class Store(Shared):
                     "was moved",
                     calls=calls,
                 )
-        kind = ("gemm_all_to_all", x.dtype) if is_copied else ("gemm_all_to_all",)
-        state = self._state(kind, 2 * world, 0, x.shape[0] * n if is_copied else 0, dtype=x.dtype)
         out: torch.Tensor
         if made is None:
+            room = n * max(sum(each[world:]) for each in numbers)
+            if not room:  # on all ranks
+                return x.new_empty(shape)
+            state = self._state(("gemm_all_to_all", x.dtype), 2 * world, 0, room, dtype=x.dtype)
             assert state.result is not None
-            table, out = state.result.table, state.result.tensor[: x.shape[0] * n].view(x.shape[0], n)
+            table, out = state.result.table, state.result.tensor[: math.prod(shape)].view(shape)
         else:
-            out = made
+            state, out = self._state(("gemm_all_to_all",), 2 * world), made
         before = tuple(sum(numbers[r][world : world + rank]) for r in range(world))
         rows = self._row_tiles(("gemm_all_to_all",), send, n, k, x.dtype, order=order, rows_before=before)
         from dovetail.ops.kernels.fused_gemm import gemm_all_to_all_kernel
@@ -89,10 +90,33 @@ class Store(Shared):
             copy = self._launch(
                 gemm_all_to_all_kernel, rows.blocks, (out, table, state, rows),
                 x, w, table, rows.tiles, rows.segments, *self._words(state, rows.counters), rank, world, n, k,
-                _tl(x.dtype), *self._shape(rows, n, k, x.dtype), then=out.clone if is_copied else None,
+                _tl(x.dtype), *self._shape(rows, n, k, x.dtype), then=out.clone if made is None else None,
             )  # fmt: skip
             return out if copy is None else copy
         return out
+
+    def _agree_where(
+        self, text: str, shape: tuple[int, int], dtype: torch.dtype, numbers: Sequence[int]
+    ) -> tuple[torch.Tensor | None, torch.Tensor, list[tuple[int, ...]]]:
+        """(output, table of everybody's, everybody's numbers). No output, on all ranks alike, if all of them are small
+        and each is to be a copy."""
+        meet, made = self.meet, None
+        if meet is None or math.prod(shape) * dtype.itemsize > COPIED_BYTES:
+            made = self._addresses.empty(shape, dtype)
+        if meet is None:
+            return made, *self._agree(text, made, numbers)
+        name = self.SMALL if made is None else self._addresses.short(made)
+        rows = meet((name, self._status.take_wrong_row()))
+        raise_wrong_rows([row[1] for row in rows])
+        names, told = [row[0] for row in rows], [row[2:] for row in rows]
+        if names == [self.SMALL] * len(names):
+            return None, NO_TABLE, told
+        if made is None:
+            made = self._addresses.empty(shape, dtype)
+        addresses = None if self.SMALL in names else self._addresses.resolved(names)
+        if addresses is None:  # memory of some rank is new to the others
+            addresses = self._addresses.exchange([made])[0][:, 0]
+        return made, self._tables.of(addresses), told
 
     def all_gather_matmul(
         self, x: torch.Tensor, w: torch.Tensor, *, copy: bool | None = None, order: str = "local"
@@ -268,7 +292,7 @@ class Store(Shared):
         self._ready()
         self.refuse_capture("embedding_all_to_all")
         world, rank = self.group.size, self.group.rank
-        self._check_bags(weights, values, offsets, batch, mode, per_sample_weights)
+        check_bags(weights, values, offsets, batch, mode, per_sample_weights, world)
         dim, dtype = weights[0].shape[1], weights[0].dtype
         local_batch = batch // world
         if self.meet is not None:
@@ -335,34 +359,13 @@ class Store(Shared):
     def _begin(self, name: str, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1]:
             raise ValueError(f"{name}: x is [rows, k] and w [n, k], not {tuple(x.shape)} and {tuple(w.shape)}")
-        if x.dtype != w.dtype or x.dtype not in _DTYPES:
-            can = ", ".join(str(d) for d in _DTYPES)
+        if x.dtype != w.dtype or x.dtype not in DTYPES:
+            can = ", ".join(str(d) for d in DTYPES)
             raise NotSupported(f"{name} of {x.dtype} and {w.dtype}: the kernels multiply {can}, both alike")
         if x.device != w.device or x.device.type != self.device.type:
             raise ValueError(f"{name}: x is on {x.device}, w on {w.device}; this store is for {self.device}")
         self._ready()
         return x.contiguous(), w.contiguous()
-
-    def _check_bags(
-        self, weights: Sequence[torch.Tensor], values: torch.Tensor, offsets: torch.Tensor, batch: int, mode: str,
-        scales: torch.Tensor | None,
-    ) -> None:  # fmt: skip
-        if not weights:
-            raise ValueError("weights has no table: every rank pools at least one")
-        if mode not in ("sum", "mean"):
-            raise ValueError(f"mode is 'sum' or 'mean', not {mode!r}")
-        if batch % self.group.size:
-            raise ValueError(f"a batch of {batch} can't be shared equally by {self.group.size} ranks")
-        if offsets.numel() != len(weights) * batch + 1:
-            raise ValueError(f"offsets has {offsets.numel()} numbers, not {len(weights)} tables * {batch} + 1")
-        for t, w in enumerate(weights):
-            if w.dim() != 2 or w.shape[1] != weights[0].shape[1] or w.dtype != weights[0].dtype:
-                raise ValueError(f"weights[{t}] is {w.dtype} {tuple(w.shape)}: tables have one dim and dtype")
-            check_table(t, w)
-            if w.dtype not in _DTYPES:
-                raise NotSupported(f"weights are {w.dtype}: the kernels pool {', '.join(str(d) for d in _DTYPES)}")
-        if scales is not None and scales.shape != values.shape:
-            raise ValueError(f"per_sample_weights is {tuple(scales.shape)}, values {tuple(values.shape)}")
 
     def is_placed(self, x: torch.Tensor) -> bool:
         """Whether peers can read this input where it lies."""
@@ -401,14 +404,6 @@ class Store(Shared):
             b.height, b.width, b.depth, b.group, self.programs,
             rows.even, n % b.width == 0, k % b.depth == 0, _precision(dtype), self._interpreted,
         )  # fmt: skip
-
-
-def check_table(number: int, table: torch.Tensor) -> None:
-    """Raises `ValueError` for a table of embeddings that the kernels can't read."""
-    if not table.is_contiguous() or table.data_ptr() % 16:
-        raise ValueError(
-            f"weights[{number}] must be contiguous and begin at a multiple of 16 bytes for transport 'store': clone it"
-        )
 
 
 def _tl(dtype: torch.dtype) -> Any:

@@ -15,6 +15,7 @@ import torch
 from dovetail.errors import NotSupported
 from dovetail.ops import calls
 from dovetail.ops.gpu import sliced
+from dovetail.ops.gpu.bags import check_table
 from dovetail.ops.gpu.tables import is_capturing
 from dovetail.ops.group import NUM_WORDS, OpsGroup
 
@@ -71,7 +72,6 @@ def refuse(g: OpsGroup, c: calls.Call) -> None:
     """
     try:
         from dovetail.ops.gpu.shared import prepare
-        from dovetail.ops.gpu.store import check_table
     except ImportError as error:
         raise NotSupported(f"transport 'store' on a GPU: {error}") from error
     if isinstance(c, calls.EmbeddingAllToAll):
@@ -114,12 +114,8 @@ def _run(
 
 
 def gemm_all_to_all(g: OpsGroup, c: calls.GemmAllToAll) -> torch.Tensor:
-    """Tiles go straight to the peer's output."""
-
-    def run(s: Store) -> torch.Tensor:
-        return s.gemm_all_to_all(c.x, c.w, c.send, c.receive, even=c.even)
-
-    return _run(g, c, run, splits=(*c.send, *c.receive))
+    """Tiles go straight to where the peer takes them."""
+    return _run(g, c, lambda s: s.gemm_all_to_all(c.x, c.w, c.send, c.receive), splits=(*c.send, *c.receive))
 
 
 def gemv_all_reduce(g: OpsGroup, c: calls.GemvAllReduce) -> torch.Tensor:
