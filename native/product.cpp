@@ -4,6 +4,10 @@
 #include <limits>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace dovetail {
 
 #define DECLARE_ISA(isa)           \
@@ -34,7 +38,10 @@ Isa best() {
 
 #if defined(__x86_64__)
 bool is_intel() { return __builtin_cpu_is("intel"); }
-bool has_half_floats() { return __builtin_cpu_supports("avx512fp16"); }
+bool has_half_floats() {  // AVX512-FP16, which GCC knows by name from 12 on
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && d >> 23 & 1;
+}
 #else
 bool is_intel() { return false; }
 bool has_half_floats() { return true; }

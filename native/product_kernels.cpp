@@ -115,30 +115,48 @@ struct Halves {
   using Packed = __m128i;
   static Operand longer(Packed p) { return reinterpret_cast<Vec>(_mm256_cvtph_ps(p)); }
 #else
-  typedef _Float16 Packed __attribute__((vector_size(kLanes * 2)));
-  static Operand longer(Packed p) {
+  struct Packed {
+    Half::Store items[kLanes];
+  };
+  static Operand longer(const Packed& p) {
     Vec v;
-    for (int i = 0; i < kLanes; ++i) v[i] = Half::load(p[i]);
+    for (int i = 0; i < kLanes; ++i) v[i] = Half::load(p.items[i]);
     return v;
   }
 #endif
-  static Operand weights(const _Float16* p) { return longer(read<Packed>(p)); }
-  static Operand weights(const _Float16* p, int64_t count) { return longer(read_first<Packed>(p, count)); }
+  static Operand weights(const Half::Store* p) { return longer(read<Packed>(p)); }
+  static Operand weights(const Half::Store* p, int64_t count) { return longer(read_first<Packed>(p, count)); }
   static Operand inputs(const float* p) { return read<Vec>(p); }
   static void add(Vec& sum, const Operand& x, const Operand& w) { sum += x * w; }
-  static void prepare(const _Float16* from, float* to) {
+  static void prepare(const Half::Store* from, float* to) {
     for (int i = 0; i < kStep; ++i) to[i] = Half::load(from[i]);
   }
 };
+
+// Lanes I of a and b, which are counted on from a's.
+template <int... I, class V>
+[[gnu::always_inline]] inline auto lanes(const V& a, const V& b) {
+#if defined(__clang__) || __GNUC__ >= 12
+  return __builtin_shufflevector(a, b, I...);
+#else
+  typedef float Found __attribute__((vector_size(sizeof...(I) * 4)));
+  typedef int Places __attribute__((vector_size(sizeof...(I) * 4)));
+  constexpr int kMany = sizeof(V) / 4;
+  if constexpr (sizeof...(I) == kMany)
+    return __builtin_shuffle(a, b, Places{I...});
+  else
+    return Found{(I < kMany ? a : b)[I % kMany]...};
+#endif
+}
 
 // Halves added up, until four lanes are left.
 Four fold(Vec v) {
 #if defined(__AVX512F__)
   typedef float Eight __attribute__((vector_size(32)));
-  const Eight h = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
-  return __builtin_shufflevector(h, h, 0, 1, 2, 3) + __builtin_shufflevector(h, h, 4, 5, 6, 7);
+  const Eight h = lanes<0, 1, 2, 3, 4, 5, 6, 7>(v, v) + lanes<8, 9, 10, 11, 12, 13, 14, 15>(v, v);
+  return lanes<0, 1, 2, 3>(h, h) + lanes<4, 5, 6, 7>(h, h);
 #elif defined(__AVX2__)
-  return __builtin_shufflevector(v, v, 0, 1, 2, 3) + __builtin_shufflevector(v, v, 4, 5, 6, 7);
+  return lanes<0, 1, 2, 3>(v, v) + lanes<4, 5, 6, 7>(v, v);
 #else
   return v;
 #endif
@@ -146,37 +164,37 @@ Four fold(Vec v) {
 
 // The sums of four vectors' lanes, side by side.
 Four sums(const Four& a, const Four& b, const Four& c, const Four& d) {
-  const Four ab = __builtin_shufflevector(a, b, 0, 4, 1, 5) + __builtin_shufflevector(a, b, 2, 6, 3, 7);
-  const Four cd = __builtin_shufflevector(c, d, 0, 4, 1, 5) + __builtin_shufflevector(c, d, 2, 6, 3, 7);
-  return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+  const Four ab = lanes<0, 4, 1, 5>(a, b) + lanes<2, 6, 3, 7>(a, b);
+  const Four cd = lanes<0, 4, 1, 5>(c, d) + lanes<2, 6, 3, 7>(c, d);
+  return lanes<0, 1, 4, 5>(ab, cd) + lanes<2, 3, 6, 7>(ab, cd);
 }
 
 #if defined(__AVX512F__)
 // The same of sixteen, which are as many as a vector has: all are added up at once, each in the order of `fold` and `sums`.
 [[gnu::always_inline]] inline Vec sums(const Vec* v) {
   const auto halves = [](Vec a, Vec b) {
-    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-           __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    return lanes<0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23>(a, b) +
+           lanes<8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31>(a, b);
   };
   const auto quarters = [&](const Vec* p) {  // of every fourth
     const Vec a = halves(p[0], p[4]), b = halves(p[8], p[12]);
-    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-           __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    return lanes<0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27>(a, b) +
+           lanes<4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31>(a, b);
   };
   const auto pairs = [](Vec a, Vec b) {
-    return __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-           __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    return lanes<0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29>(a, b) +
+           lanes<2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31>(a, b);
   };
   const Vec a = pairs(quarters(v), quarters(v + 1)), b = pairs(quarters(v + 2), quarters(v + 3));
-  return __builtin_shufflevector(a, b, 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30) +
-         __builtin_shufflevector(a, b, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
+  return lanes<0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30>(a, b) +
+         lanes<1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31>(a, b);
 }
 #endif
 
 // M rows of x by N rows of w. Rows of x are `pitch` items apart.
 template <class T, int M, int N>
 void tile(const typename T::Input* x, int64_t pitch, const typename T::Item::Store* w, int64_t k, typename T::Item::Store* out, int64_t n) {
-  using S = typename T::Item::Store;
+  using S [[maybe_unused]] = typename T::Item::Store;
   Vec sum[M * N];
 #pragma GCC unroll 16
   for (int c = 0; c < M * N; ++c) sum[c] = Vec{};

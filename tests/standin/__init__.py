@@ -18,15 +18,21 @@ NAMES = ("cuda", "hip", "hsa")
 COMMAND = ("-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-shared", "-fPIC", "-pthread")
 
 
+def compiler() -> str:
+    """This machine's, for C++."""
+    found = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    if found is None:
+        raise FileNotFoundError("tests need a C++ compiler (c++ or g++)")
+    return found
+
+
 def build(name: str) -> Path:
     """The stand-in library for a vendor's driver, compiled once per state of its sources, by whoever comes first."""
     if name not in NAMES:
         raise ValueError(f"there are stand-ins for {', '.join(NAMES)}, not {name!r}")
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
-        raise FileNotFoundError("the stand-in libraries need a C++ compiler (c++ or g++)")
+    command = [compiler(), *COMMAND]
     sources = [HERE / f"{name}.cpp", HERE / "device.cpp"]
-    state = hashlib.sha256(" ".join((compiler, *COMMAND)).encode())
+    state = hashlib.sha256(" ".join(command).encode())
     for path in (*sources, *sorted(HERE.glob("*.h"))):
         state.update(path.read_bytes())
     folder = Path(tempfile.gettempdir()) / f"dovetail-standin-{os.getuid()}" / state.hexdigest()[:16]
@@ -37,7 +43,7 @@ def build(name: str) -> Path:
         if not library.exists():
             fresh = library.with_suffix(f".{os.getpid()}.tmp")
             done = subprocess.run(
-                [compiler, *COMMAND, "-o", str(fresh), *map(str, sources)], capture_output=True, text=True, check=False
+                [*command, "-o", str(fresh), *map(str, sources)], capture_output=True, text=True, check=False
             )
             if done.returncode:
                 raise RuntimeError(f"{name}.cpp does not compile:\n{done.stderr}")
