@@ -16,6 +16,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from typing import Any
 
 import cloudpickle
@@ -67,6 +68,7 @@ def _begin(rank: int, env: dict[str, str]) -> list[Any]:
 def _server() -> Any:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
+    forkserver.ensure_running()  # not later, while `launch` holds Ctrl-C back: all that it forks would not hear it
     return context
 
 
