@@ -28,10 +28,13 @@ from multiprocessing import resource_tracker
 from typing import Any
 
 from dovetail.errors import DovetailError, PeerError, Timeout
+from dovetail.measure.machine import num_cores
 
 MOST_RANKS = 1024
 """No machine has memory for as many processes; a larger number is a slip, and would take the machine down."""
 _GRACE_S = 2.0
+#: Who set one of these has decided how many threads a process computes with.
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _PR_SET_PDEATHSIG = 1
 
 
@@ -109,6 +112,9 @@ def launch(
 ) -> list[Any]:
     """Calls `fn(*args)` in `ranks` new processes, each with `dovetail.init()` done; returns the results by rank.
 
+    Each rank computes with its share of this process's cores, one thread at least: with all of them, as torch would by
+    itself, ranks would wait for each other's threads. `torch.set_num_threads` in `fn` or `OMP_NUM_THREADS` change that.
+
     Args:
         fn: any callable, lambdas and functions of a notebook included; sent by cloudpickle. Triton kernels that it uses
             must be at the top level of a file.
@@ -127,6 +133,7 @@ def launch(
     token = uuid.uuid4().hex
     context = mp.get_context("spawn")
     workers: list[tuple[Any, Any]] = []
+    threads = max(1, num_cores() // ranks)
     try:
         for rank in range(ranks):
             ours, theirs = context.Pipe(duplex=False)
@@ -136,7 +143,7 @@ def launch(
                 "DOVETAIL_RANK": str(rank),
                 "DOVETAIL_WORLD_SIZE": str(ranks),
             }
-            process = context.Process(target=_child, args=(job, more, theirs), daemon=True)
+            process = context.Process(target=_child, args=(job, more, threads, theirs), daemon=True)
             with _interrupts_held():
                 process.start()
                 theirs.close()
@@ -185,9 +192,23 @@ def _end_with_launcher() -> None:
         os._exit(1)
 
 
-def _child(job: bytes, more: dict[str, str], pipe: Any) -> None:
+def _share_cores(threads: int) -> None:
+    """What was asked for, or this rank's share. torch may be loaded by now, and have counted all cores."""
+    asked = next((value for name in _THREADS if (value := os.environ.get(name))), None)
+    if asked is None:
+        os.environ[_THREADS[0]] = str(threads)
+    elif asked.isdecimal() and int(asked):
+        threads = int(asked)
+    else:
+        return  # a list for nested regions: OpenMP's own business
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(threads)
+
+
+def _child(job: bytes, more: dict[str, str], threads: int, pipe: Any) -> None:
     _end_with_launcher()
     os.environ.update(more)
+    _share_cores(threads)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent ends us; no traceback of ours in between
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
