@@ -14,7 +14,7 @@ import torch
 from dovetail import cli, profile
 from dovetail.bench.baselines import fbgemm
 from dovetail.bench.fused import cases, grid, tune, verdict
-from dovetail.bench.fused.ranks import RankSpec, spec_of, tune_spec
+from dovetail.bench.fused.ranks import RankSpec, quieter, spec_of, tune_spec
 from dovetail.measure import evidence, machine
 from dovetail.ops import calls, choose
 
@@ -244,6 +244,21 @@ def test_the_section_is_what_auto_reads() -> None:
     assert tune.section(rows) == {
         "cpu": {"gemm_all_to_all": {"2": [[1 << 20, 1 << 16, {"unfused": 100, "store": 80}, "float32"]]}}
     }
+
+
+def test_the_quieter_of_two_measurements_counts() -> None:
+    """As a whole, since what disturbs one contender seldom leaves the others alone; a wrong result in either stays."""
+    quiet, loud = (row(**times) | {"over_ours": {}} for times in (times_of(100, 50, 210), times_of(110, 120, 200)))
+    assert quieter(quiet, loud) == quieter(loud, quiet) == quiet
+    wrong = quiet | {"times_us": {"unfused": 100.0, "dma": 210.0}, "wrong": ["store"], "correct": False}
+    for pair in ((wrong, loud), (loud, wrong)):
+        found = quieter(*pair)
+        assert (found["times_us"].keys(), found["wrong"], found["correct"]) == ({"unfused", "dma"}, ["store"], False)
+        assert "store" not in found["over_unfused"]
+
+
+def times_of(unfused: float, store: float, dma: float) -> dict[str, float]:
+    return {"unfused": unfused, "store": store, "dma": dma}
 
 
 def test_auto_takes_the_largest_gain_near_the_call() -> None:
