@@ -17,6 +17,7 @@
 #include "pool.h"
 #include "product.h"
 #include "reduce.h"
+#include "repeat.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -55,90 +56,6 @@ std::shared_ptr<Program> make_program(int rank, int world, const nb::bytes& step
   p->validate();
   return p;
 }
-
-// A run over two buffers: this rank's bytes, which begin with `mine`, and everybody's. kAsSeen if those are `seen`, otherwise
-// the status of the run.
-constexpr int kAsSeen = -1;
-int meet(Caller& caller, const std::vector<uint64_t>& pointers, const std::vector<int64_t>& bytes, const nb::bytes& mine,
-         const nb::bytes& seen) {
-  if (pointers.size() != 2 || bytes.size() != 2 || static_cast<int64_t>(mine.size()) > bytes[0])
-    throw std::invalid_argument("two buffers, of which the first has room for what this rank says");
-  std::memcpy(reinterpret_cast<char*>(pointers[0]), mine.c_str(), mine.size());
-  const int status = caller.run(pointers, bytes, {});
-  const bool same = static_cast<int64_t>(seen.size()) == bytes[1] &&
-                    std::memcmp(reinterpret_cast<const char*>(pointers[1]), seen.c_str(), seen.size()) == 0;
-  return status == static_cast<int>(Status::Done) && same ? kAsSeen : status;
-}
-
-constexpr int64_t kLongProduct = 1 << 18;  // multiplications: the interpreter is let go meanwhile
-void product(DType type, uint64_t x, uint64_t w, uint64_t out, int64_t rows, int64_t n, int64_t k, Isa isa = Isa::Avx512Bf16) {
-  const Product p{type, reinterpret_cast<const char*>(x), reinterpret_cast<const char*>(w), reinterpret_cast<char*>(out), rows, n, k};
-  if (!multiplies(type) || rows < 0 || n < 0 || k < 0) throw std::invalid_argument("no such product");
-  if (rows * n * k < kLongProduct) return multiply(p, isa);
-  nb::gil_scoped_release free;
-  multiply(p, isa);
-}
-
-// A call whose like was made before: this rank's parts to the peers' stages, then ranks meet; and what comes of the parts: their
-// sum, or one behind the other. A stage has two halves, used in turn.
-class Repeat {
- public:
-  Repeat(nb::object caller, std::vector<uint64_t> pointers, std::vector<int64_t> bytes, nb::bytes mine, nb::bytes seen, int rank,
-         std::vector<uint64_t> first, std::vector<uint64_t> second, uint64_t part, uint64_t step, bool sums, int dtype)
-      : owner_(std::move(caller)), caller_(nb::inst_ptr<Caller>(owner_)), pointers_(std::move(pointers)), bytes_(std::move(bytes)),
-        mine_(std::move(mine)), seen_(std::move(seen)), rank_(rank), halves_{std::move(first), std::move(second)}, part_(part),
-        step_(step), sums_(sums), dtype_(static_cast<DType>(dtype)) {}
-
-  // The d-th part begins `step` bytes after the one before it; that of this rank stays where it is if parts are added up.
-  // Without a source all of them are there already. Returns what `meet` does.
-  int send(uint64_t source, int half) {
-    const auto& stages = halves_[half & 1];
-    for (size_t d = 0; source && d < stages.size(); ++d)
-      if (!sums_ || static_cast<int>(d) != rank_)
-        std::memcpy(reinterpret_cast<char*>(stages[d] + rank_ * part_), reinterpret_cast<const char*>(source + d * step_), part_);
-    return meet(*caller_, pointers_, bytes_, mine_, seen_);
-  }
-
-  // `send`, and if that was as seen, `finish`.
-  int run(uint64_t source, uint64_t out, uint64_t own, int half) {
-    const int status = send(source, half);
-    if (status == kAsSeen) finish(out, own, half);
-    return status;
-  }
-
-  // The product of x [rows, k] and w [n, k] goes to `whole`, which is the source; then `run`.
-  int multiply(uint64_t x, uint64_t w, uint64_t whole, int64_t rows, int64_t n, int64_t k, uint64_t out, uint64_t own, int half) {
-    product(dtype_, x, w, whole, rows, n, k);
-    return run(whole, out, own, half);
-  }
-
-  // All parts, added up in the order of ranks, this rank's being at `own`; or one behind the other.
-  void finish(uint64_t out, uint64_t own, int half) const {
-    const uint64_t stage = halves_[half & 1][rank_];
-    const size_t world = halves_[0].size();
-    if (!sums_) {
-      std::memcpy(reinterpret_cast<char*>(out), reinterpret_cast<const char*>(stage), part_ * world);
-      return;
-    }
-    std::vector<const char*> sources;
-    for (size_t s = 0; s < world; ++s)
-      sources.push_back(reinterpret_cast<const char*>(static_cast<int>(s) == rank_ ? own : stage + s * part_));
-    reduce_items(dtype_, ReduceOp::Sum, reinterpret_cast<char*>(out), sources.data(), static_cast<int>(world),
-                 part_ / item_bytes(dtype_));
-  }
-
- private:
-  nb::object owner_;
-  Caller* caller_;
-  std::vector<uint64_t> pointers_;
-  std::vector<int64_t> bytes_;
-  nb::bytes mine_, seen_;
-  int rank_;
-  std::vector<uint64_t> halves_[2];
-  uint64_t part_, step_;
-  bool sums_;
-  DType dtype_;
-};
 
 }  // namespace
 }  // namespace dovetail
@@ -197,6 +114,14 @@ NB_MODULE(_native, m) {
       .def("run", &Repeat::run)
       .def("multiply", &Repeat::multiply)
       .def("finish", &Repeat::finish);
+  nb::class_<Lookup>(m, "Lookup")
+      .def(nb::init<nb::object, std::vector<uint64_t>, std::vector<int64_t>, nb::bytes, nb::bytes, int, std::vector<uint64_t>,
+                    std::vector<uint64_t>, std::vector<int64_t>, int64_t, int64_t, int, bool>(),
+           "caller"_a, "pointers"_a, "bytes"_a, "mine"_a, "seen"_a, "rank"_a, "first"_a, "second"_a, "tables"_a, "batch"_a,
+           "dim"_a, "dtype"_a, "mean"_a)
+      .def("run", &Lookup::run)
+      .def("finish", &Lookup::finish)
+      .def_ro_static("UNLIKE", &Lookup::kUnlike);
   nb::class_<Shapes>(m, "Shapes").def(nb::init<>()).def("add", &Shapes::add).def("find", &Shapes::find, "x"_a.none(), "w"_a.none());
   nb::class_<Counter>(m, "Counter")
       .def_prop_ro("runs", [](const Counter& c) { return c.runs.load(); })
@@ -215,6 +140,9 @@ NB_MODULE(_native, m) {
   });
   m.def("copy", [](uint64_t dst, uint64_t src, uint64_t bytes) {
     std::memcpy(reinterpret_cast<char*>(dst), reinterpret_cast<const char*>(src), bytes);
+  });
+  m.def("copy_rows", [](uint64_t dst, uint64_t src, uint64_t rows, uint64_t row_bytes, uint64_t dst_pitch) {
+    copy_rows(reinterpret_cast<char*>(dst), reinterpret_cast<const char*>(src), rows, row_bytes, dst_pitch);
   });
   // Copies (destination, source, bytes, ...), then ranks meet.
   m.def("meet", [](Caller& caller, const std::vector<uint64_t>& pointers, const std::vector<int64_t>& bytes, const nb::bytes& mine,

@@ -121,6 +121,10 @@ void broadcast_bytes(char* dst, char* dst2, const char* src, size_t n, bool) {
 }
 #endif
 
+void copy_rows(char* dst, const char* src, size_t rows, size_t row_bytes, size_t dst_pitch) {
+  for (size_t r = 0; r < rows; ++r) std::memcpy(dst + r * dst_pitch, src + r * row_bytes, row_bytes);
+}
+
 void swap_bytes(char* a, char* b, size_t n) {
   alignas(64) char block[4096];
   for (size_t i = 0; i < n; i += sizeof block) {

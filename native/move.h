@@ -12,6 +12,7 @@ extern size_t streaming_bytes;
 
 void copy_bytes(char* dst, const char* src, size_t n, bool streaming);
 void broadcast_bytes(char* dst, char* dst2, const char* src, size_t n, bool streaming);  // source read once
+void copy_rows(char* dst, const char* src, size_t rows, size_t row_bytes, size_t dst_pitch);  // the source has no gaps
 void swap_bytes(char* a, char* b, size_t n);                                             // in place, block by block
 
 }  // namespace dovetail

@@ -35,7 +35,7 @@ struct DlExchange {
   void* current_stream;
 };
 constexpr int32_t kCpu = 1;
-constexpr uint8_t kComplex = 5;
+constexpr uint8_t kFloat = 2, kBFloat = 4, kComplex = 5;
 constexpr uint32_t kMajor = 1;
 
 struct Exchange {
@@ -62,6 +62,11 @@ const Exchange& exchange() {
   return found;
 }
 
+uint32_t matrix_type(DlDevice device, uint8_t code, uint8_t bits) {
+  const auto where = static_cast<uint32_t>(device.type) << 8 | static_cast<uint8_t>(device.id);
+  return where << 16 | static_cast<uint32_t>(code) << 8 | bits;
+}
+
 }  // namespace
 
 bool read_tensor(nb::handle object, TensorInfo& info) {
@@ -81,14 +86,12 @@ bool read_tensor(nb::handle object, TensorInfo& info) {
   if (items < 2) return false;  // nothing to move; or one element, which may be the lazily negated part of a complex
   info.pointer = reinterpret_cast<uint64_t>(t.data) + t.byte_offset;
   info.items = items;
+  info.ndim = t.ndim;
   info.type = static_cast<uint32_t>(t.dtype.code) << 8 | t.dtype.bits;
   return true;
 }
 
-namespace {
-
-// Of a matrix in any memory, whose device goes into `type`; false for anything else. A parameter is a tensor here.
-bool read_matrix(nb::handle object, int64_t* sizes, uint32_t& type) {
+bool read_matrix(nb::handle object, Matrix& m) {
   const Exchange& e = exchange();
   if (!e.api || (Py_TYPE(object.ptr()) != e.type && Py_TYPE(object.ptr()) != e.parameter)) return false;
   DlTensor t;
@@ -98,29 +101,39 @@ bool read_matrix(nb::handle object, int64_t* sizes, uint32_t& type) {
   }
   if (t.dtype.code == kComplex || t.ndim != 2 || t.shape[0] < 1 || t.shape[1] < 2) return false;
   if (t.strides && (t.strides[1] != 1 || (t.shape[0] != 1 && t.strides[0] != t.shape[1]))) return false;
-  sizes[0] = t.shape[0], sizes[1] = t.shape[1];
-  const auto device = static_cast<uint32_t>(t.device.type) << 8 | static_cast<uint8_t>(t.device.id);
-  type = device << 16 | static_cast<uint32_t>(t.dtype.code) << 8 | t.dtype.bits;
+  m.data = static_cast<const char*>(t.data) + t.byte_offset;
+  m.sizes[0] = t.shape[0], m.sizes[1] = t.shape[1];
+  m.type = matrix_type(t.device, t.dtype.code, t.dtype.bits);
   return true;
 }
 
-}  // namespace
+uint32_t on_cpu(DType type) {
+  return matrix_type({kCpu, 0}, type == DType::BF16 ? kBFloat : kFloat, static_cast<uint8_t>(8 * item_bytes(type)));
+}
+
+bool is_negated(nb::handle tensor) { return nb::cast<bool>(tensor.attr("is_neg")()); }
+
+bool Shapes::read(nb::handle x, nb::handle w, Entry& e) {
+  Matrix a, b;
+  if (!read_matrix(x, a) || !read_matrix(w, b) || a.type != b.type) return false;
+  e.sizes[0] = a.sizes[0], e.sizes[1] = a.sizes[1], e.sizes[2] = b.sizes[0], e.sizes[3] = b.sizes[1];
+  e.type = a.type;
+  return true;
+}
 
 void Shapes::add(nb::handle x, nb::handle w, nb::object known) {
   Entry e{};
-  uint32_t type = 0;
-  if (!read_matrix(x, e.sizes, e.type) || !read_matrix(w, e.sizes + 2, type) || type != e.type) return;
+  if (!read(x, w, e)) return;
   if (entries_.size() >= kMost) entries_.pop_back();
   e.known = std::move(known);
   entries_.insert(entries_.begin(), std::move(e));
 }
 
 nb::object Shapes::find(nb::handle x, nb::handle w) {
-  int64_t sizes[4];
-  uint32_t type = 0, other = 0;
-  if (!read_matrix(x, sizes, type) || !read_matrix(w, sizes + 2, other) || type != other) return nb::none();
+  Entry e{};
+  if (!read(x, w, e)) return nb::none();
   for (size_t i = 0; i < entries_.size(); ++i)
-    if (entries_[i].type == type && std::equal(sizes, sizes + 4, entries_[i].sizes)) {
+    if (entries_[i].type == e.type && std::equal(e.sizes, e.sizes + 4, entries_[i].sizes)) {
       if (i) std::swap(entries_[i], entries_[i / 2]);
       return entries_[i / 2].known;
     }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "caller.h"
+#include "reduce.h"
 
 namespace dovetail {
 
@@ -15,10 +16,22 @@ struct TensorInfo {
   uint64_t pointer;
   int64_t items;
   uint32_t type;  // DLPack's code and bits
+  int ndim;
 };
+constexpr uint32_t kInt32 = 32, kInt64 = 64;
 
 // False if it is not a plain, contiguous CPU tensor of a non-complex type: the slow path says what is wrong with it.
 bool read_tensor(nb::handle object, TensorInfo& info);
+
+// A plain, contiguous matrix in any memory; a parameter is a tensor here.
+struct Matrix {
+  const char* data;
+  int64_t sizes[2];
+  uint32_t type;  // and the device
+};
+bool read_matrix(nb::handle object, Matrix& m);  // false for anything else
+uint32_t on_cpu(DType type);                     // the type of a float's matrices in the CPU's memory
+bool is_negated(nb::handle tensor);              // lazily: DLPack does not tell
 
 // Which overlap of a call's two tensors is allowed, besides none.
 enum class Alias : int { None = 0, InputInOutput = 1, OutputInInput = 2, Same = 3 };
@@ -32,9 +45,10 @@ class Shapes {
  private:
   struct Entry {
     int64_t sizes[4];
-    uint32_t type;  // and the device
+    uint32_t type;
     nb::object known;
   };
+  static bool read(nb::handle x, nb::handle w, Entry& e);
   static constexpr size_t kMost = 256;
   std::vector<Entry> entries_;  // what is used moves to the front
 };

@@ -21,10 +21,11 @@ from dovetail import ops
 from dovetail.hw.world import Group
 from dovetail.ops import reference
 from dovetail.ops.choose import TRANSPORTS
-from dovetail.ops.cpu import pooling
+from dovetail.ops.cpu import lookups, pooling
 from dovetail.ops.cpu import product as products
 from dovetail.ops.cpu.repeated import Repeated
-from dovetail.ops.group import OpsGroup, Repeat, ops_group
+from dovetail.ops.group import OpsGroup, ops_group
+from dovetail.ops.repeat import Lookup, Repeat
 from tests.ranks import workers
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -180,7 +181,10 @@ def poison_scratch(group: Group) -> None:
 def step_by_step(group: Group) -> Iterator[None]:
     """Calls whose like was run before take no shorter way."""
     ops_group(group).quick.clear()
-    with mock.patch.object(Repeated, "of", return_value=None):
+    with (
+        mock.patch.object(Repeated, "of", return_value=None),
+        mock.patch.object(lookups.Repeated, "of", return_value=None),
+    ):
         yield
     ops_group(group).quick.clear()
 
@@ -203,7 +207,7 @@ def slow(seconds: Callable[[], float]) -> Iterator[None]:
 
 #: What computes: torch's product and ours, alone and with what follows it, and pooling.
 COMPUTATIONS: tuple[tuple[Any, str], ...] = (
-    (torch, "mm"), (products, "_ours"), (Repeat, "multiply"), (pooling, "_pool"),
+    (torch, "mm"), (products, "_ours"), (Repeat, "multiply"), (pooling, "_pool"), (Lookup, "run"),
 )  # fmt: skip
 
 

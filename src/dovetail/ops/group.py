@@ -13,10 +13,10 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from dovetail.coll.arguments import usable
 from dovetail.errors import DovetailError, MismatchError, NotSupported
 from dovetail.hw.cpu import native
-from dovetail.hw.cpu.executor import AS_SEEN
 from dovetail.hw.meeting import Meeting
 from dovetail.hw.world import Group
 from dovetail.ops.cpu.memory import Blocks, Peers
+from dovetail.ops.repeat import Lookup, Repeat, Same
 
 _TEXT_BYTES = 184
 #: Words of a slot that a transport may use: heap offsets of its memory, numbers of tables.
@@ -44,84 +44,6 @@ class Ends(Protocol):
     """What a transport keeps that ends with its group, without the other ranks."""
 
     def end(self) -> None: ...
-
-
-class Repeat:
-    """A call like one that was made before, in few steps: `send`, then `finish(out, own, half)`, its native part; or
-    both by `run`, or with the product itself by `multiply`.
-
-    That adds up everybody's parts at address `out`, this rank's being at `own`; or puts them there one after the other.
-    """
-
-    __slots__ = ("_group", "_multiply", "_run", "_said", "_send", "_stages", "finish")
-
-    def __init__(self, group: OpsGroup, made: Any, said: tuple[bytes, str, Sequence[int]]) -> None:
-        self._group, self._send, self._run, self.finish = group, made.send, made.run, made.finish
-        self._multiply = made.multiply
-        self._said, self._stages = said, (group.plain, group.stage_epoch, group.group.timeout_s)
-
-    @property
-    def is_over(self) -> bool:
-        """Somebody's stage is another now, or the time limit."""
-        group = self._group
-        return (group.plain, group.stage_epoch, group.group.timeout_s) != self._stages
-
-    @property
-    def half(self) -> int:
-        """Which half of the stages the next call uses."""
-        return self._group.meetings & 1
-
-    def send(self, source: int) -> int:
-        """Sends, and meets the others; returns which half of the stage has what they sent. 0: it is there already.
-
-        Raises:
-            MismatchError, PeerError, Timeout: as `OpsGroup.agree`.
-        """
-        group = self._group
-        half = group.meetings & 1
-        status = self._send(source, half)
-        group.meetings += 1
-        if status != AS_SEEN:
-            group.judge(status, *self._said)
-        return half
-
-    def run(self, source: int, out: int, own: int) -> None:
-        """`send`, then `finish`."""
-        half = self.half
-        self._end(self._run(source, out, own, half), out, own, half)
-
-    def multiply(self, product: tuple[int, int, int], sizes: tuple[int, int, int], out: int, own: int) -> None:
-        """`run`, whose source is made first: the product (x, w, where it goes), of sizes (rows of x, of w, k)."""
-        half = self.half
-        self._end(self._multiply(*product, *sizes, out, own, half), out, own, half)
-
-    def _end(self, status: int, out: int, own: int, half: int) -> None:
-        self._group.meetings += 1
-        if status != AS_SEEN:
-            self._group.judge(status, *self._said)
-            self.finish(out, own, half)
-
-
-class Same:
-    """A call that was made before, said in the same words: `meet` is `OpsGroup.agree` for it, in few steps."""
-
-    __slots__ = ("_before", "_fixed", "_group", "_meet", "_said", "_state")
-
-    def __init__(self, group: OpsGroup, said: tuple[bytes, str, Sequence[int]], before: bytes) -> None:
-        self._group, self._said, self._before = group, said, before
-        self._meet, self._fixed = native.load().meet, group.fixed
-        self._state = group.stage, group.group.timeout_s
-
-    @property
-    def is_over(self) -> bool:
-        """This rank has something else to say, or the time limit is another."""
-        return (self._group.stage, self._group.group.timeout_s) != self._state
-
-    def meet(self) -> list[tuple[int, ...]] | None:
-        """None if everybody has said what they said before; otherwise what `agree` returns. Raises as that does."""
-        status = self._meet(*self._fixed, self._said[0], self._before, ())
-        self._group.meetings += 1
-        return None if status == AS_SEEN else self._group.judge(status, *self._said)
 
 
 class OpsGroup:
@@ -186,31 +108,43 @@ class OpsGroup:
         self.meetings += 1
         return told if slots is None else self._look(mine, slots, text, splits)
 
-    def same(self, text: str, words: Sequence[int] = (), splits: Sequence[int] = ()) -> Same | None:
-        """A call that was made before with these words; None if not all of it has been said."""
+    def _said(self, text: str, words: Sequence[int], splits: Sequence[int]) -> tuple[bytes, bytes] | None:
+        """What this rank says of a call, and what all said when it did so before; None if it has not."""
         known = self._texts.get((text, self.transport))
         if known is None:
             return None
         mine = known + (self._packed(words, splits) if words or splits else self.plain)
         before = self._orderly.get(mine)
-        return None if before is None else Same(self, (mine, text, splits), before[0])
+        return None if before is None else (mine, before[0])
+
+    def same(self, text: str, words: Sequence[int] = (), splits: Sequence[int] = ()) -> Same | None:
+        """A call that was made before with these words; None if not all of it has been said."""
+        said = self._said(text, words, splits)
+        return None if said is None else Same(self, (said[0], text, splits), said[1])
 
     def repeat(
         self, text: str, splits: Sequence[int], *, part: int, step: int, sums: bool, dtype: int
     ) -> Repeat | None:
         """A call that was made before, and what it sends to the stages before it meets: see `Repeat`. None if it can't
         be repeated: not all of it has been said, or a stage has no room."""
-        known = self._texts.get((text, self.transport))
-        if known is None or self.push(part * self.group.size) is None:
-            return None
-        mine = known + (self._packed((), splits) if splits else self.plain)
-        before = self._orderly.get(mine)
-        if before is None:
+        if self.push(part * self.group.size) is None or (said := self._said(text, (), splits)) is None:
             return None
         made = native.load().Repeat(
-            *self._meeting.fixed, mine, before[0], self.group.rank, *self._halves, part, step, sums, dtype
+            *self._meeting.fixed, *said, self.group.rank, *self._halves, part, step, sums, dtype
         )
-        return Repeat(self, made, (mine, text, splits))
+        return Repeat(self, made, (said[0], text, splits))
+
+    def lookup(
+        self, text: str, words: Sequence[int], size_bytes: int, *, tables: Sequence[int], batch: int, dim: int,
+        dtype: int, mean: bool,
+    ) -> Lookup | None:  # fmt: skip
+        """The same for bags out of so many `tables` of each rank, `size_bytes` of every output: see `Lookup`."""
+        if self.push(size_bytes) is None or (said := self._said(text, words, ())) is None:
+            return None
+        made = native.load().Lookup(
+            *self._meeting.fixed, *said, self.group.rank, *self._halves, tables, batch, dim, dtype, mean
+        )
+        return Lookup(self, made, (said[0], text, ()))
 
     def stage_halves(self, rank: int, shape: tuple[int, ...], dtype: Any, at_byte: int = 0) -> tuple[Any, Any]:
         """A rank's stage as tensors, one for each half, or what begins at a byte of it."""

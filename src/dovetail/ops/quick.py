@@ -1,4 +1,4 @@
-"""Products whose like was run before: what was found out then about shapes and transport still holds.
+"""Calls whose like was run before: what was found out then about shapes and transport still holds.
 
 Owns what is remembered of them, for each group. A decoding step is some ten microseconds long; checking its arguments
 again and looking up what it may run takes as long, and on a GPU much of what launching a kernel takes.
@@ -18,6 +18,7 @@ from dovetail.hw.cpu import native
 from dovetail.hw.world import Group
 from dovetail.ops import calls, unfused
 from dovetail.ops.choose import STORE, UNFUSED, Choice
+from dovetail.ops.cpu import lookups
 from dovetail.ops.cpu.repeated import Repeated
 from dovetail.ops.gpu import repeated as repeated_on_gpu
 from dovetail.ops.gpu import transport as transport_on_gpu
@@ -26,6 +27,9 @@ from dovetail.ops.group import OpsGroup
 _Repeats = Repeated | repeated_on_gpu.Repeated | unfused.Repeated
 #: Under which products with splits are kept.
 UNEVEN = "gemm_all_to_all, uneven"
+#: Batches of bags that are remembered, by how many and of what they are.
+_MOST_LOOKUPS = 64
+_LOOKUPS = "lookups"
 
 
 @dataclass(slots=True)
@@ -54,6 +58,59 @@ def learn(
             made = Known(call, choice, forward, registry.tally(call.op, *choice), on_gpu)
             shapes.add(call.x, call.w, made)
             call.forget()
+    elif isinstance(call, calls.EmbeddingAllToAll) and choice.transport == STORE and not on_gpu:
+        _learn_lookup(ranks, call, choice, transport)
+
+
+def _learn_lookup(ranks: OpsGroup, call: calls.EmbeddingAllToAll, choice: Choice, transport: str) -> None:
+    ranks.transport = choice.transport
+    try:
+        repeated = lookups.Repeated.of(ranks, call)
+    finally:
+        ranks.transport = ""
+    if repeated is not None:
+        known = ranks.quick.setdefault(_LOOKUPS, {})
+        if len(known) >= _MOST_LOOKUPS:
+            known.clear()
+        key = _lookup_key(call.weights, call.offsets, call.mode, transport)
+        known[key] = repeated, choice.transport, registry.tally(call.op, *choice)
+
+
+def _lookup_key(tables: list[torch.Tensor], offsets: torch.Tensor, mode: str, transport: str) -> tuple[Any, ...]:
+    """Of calls that native code can tell to be alike, or not."""
+    return transport, mode, len(tables), tables[0].dtype, tables[0].shape[1:], offsets.numel()
+
+
+def run_lookup(
+    group: Group, tables: Any, values: Any, offsets: Any, mode: str, transport: str
+) -> torch.Tensor | None:  # fmt: skip
+    """The result of an `embedding_all_to_all` whose like was run before; None if it must be looked at."""
+    ranks = group.ops
+    if ranks is None or group.broken is not None or group.native is None or not (known := ranks.quick.get(_LOOKUPS)):
+        return None
+    if not (_is_tensor(values) and _is_tensor(offsets) and type(tables) is list and tables and _is_tensor(tables[0])):
+        return None
+    if type(mode) is not str or type(transport) is not str:
+        return None
+    found = known.get(_lookup_key(tables, offsets, mode, transport))
+    if found is None:
+        return None
+    repeated, ranks.transport, tally = found
+    try:
+        out: torch.Tensor | None = repeated(tables, values, offsets)
+    except MismatchError:
+        raise  # all ranks have it, and nothing was moved
+    except BaseException as error:
+        ranks.fail(error)  # others would wait for this rank
+        raise
+    finally:
+        ranks.transport = ""
+    tally[0] += out is not None
+    return out
+
+
+def _is_tensor(given: Any) -> bool:
+    return type(given) is torch.Tensor or type(given) is torch.nn.Parameter
 
 
 def run(

@@ -14,7 +14,8 @@ import torch
 from dovetail.coll import api
 from dovetail.hw.world import Group
 from dovetail.ops import calls
-from dovetail.ops.group import OpsGroup, Same, ops_group
+from dovetail.ops.group import OpsGroup, ops_group
+from dovetail.ops.repeat import Same
 
 
 def gemm_all_to_all(g: Group, c: calls.GemmAllToAll) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from dovetail.bench.fused.cases import Case, Run
 from dovetail.coll.session import group_of
 from dovetail.ops import calls, choose
-from dovetail.ops.cpu import dma, store
+from dovetail.ops.cpu import dma, shared, store
 from dovetail.ops.group import ops_group
 
 ORDER, SLICES, SKEW = "order", "slices", "skew"
@@ -25,7 +25,7 @@ def contenders(case: Case, late_us: float, rank: int) -> dict[str, dict[str, Run
     group = ops_group(group_of(None))
     kind, has = type(case.made()), choose.TRANSPORTS["cpu"][case.made().op]
     found: dict[str, dict[str, Run]] = {}
-    orders = {"remote first": store.remote_first, "local first": store.local_first}
+    orders = {"remote first": shared.remote_first, "local first": shared.local_first}
     found[ORDER] = {
         f"store, {name}": _direct(case, functools.partial(store.FORWARD[kind], group, order=order))
         for name, order in orders.items()

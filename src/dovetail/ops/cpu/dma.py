@@ -17,7 +17,7 @@ from dovetail.hw.cpu.executor import PlanRunner
 from dovetail.ops import calls
 from dovetail.ops.cpu import pooling
 from dovetail.ops.cpu.product import ready
-from dovetail.ops.cpu.store import Order, add_up, remote_first
+from dovetail.ops.cpu.shared import Order, add_up, remote_first
 from dovetail.ops.group import NUM_WORDS, OpsGroup
 from dovetail.plan import passes
 from dovetail.plan.build.sliced import Flags, Own, Slice, sliced_all_to_all

@@ -16,6 +16,8 @@ from dovetail.ops.calls import EmbeddingAllToAll
 
 #: Lookups below which a second thread costs more than it gives.
 _FEW_LOOKUPS = 4096
+#: From so many on, torch's threads share them.
+MANY_LOOKUPS = 2 * _FEW_LOOKUPS
 
 
 def pool(c: EmbeddingAllToAll, first: int, end: int, out: torch.Tensor) -> None:

@@ -13,7 +13,9 @@ import torch
 from dovetail.ops import calls
 from dovetail.ops.cpu import store
 from dovetail.ops.cpu.product import mm, most_threads, ready
-from dovetail.ops.group import OpsGroup, Repeat
+from dovetail.ops.cpu.shared import COPIED_BYTES, NUMBERS, remote_first
+from dovetail.ops.group import OpsGroup
+from dovetail.ops.repeat import Repeat
 
 
 class Repeated(ABC):
@@ -29,7 +31,7 @@ class Repeated(ABC):
     @staticmethod
     def of(g: OpsGroup, c: calls.Product) -> Repeated | None:
         """For a call that was just made by this transport."""
-        part, number = c.rows * c.n * c.dtype.itemsize, store.NUMBERS[c.dtype]
+        part, number = c.rows * c.n * c.dtype.itemsize, NUMBERS[c.dtype]
         if c.world == 1 or not part or not c.k:
             return None
         if isinstance(c, calls.GemvAllReduce) and part * (c.world - 1) <= store.ONESHOT_BYTES:
@@ -40,7 +42,7 @@ class Repeated(ABC):
             shape = (c.world * c.rows, c.k)
             return None if repeat is None else _Gathered(repeat, c, g.stage_halves(g.group.rank, shape, c.dtype))
         one = part // c.world
-        if isinstance(c, calls.GemmAllToAll) and c.even and part <= store.COPIED_BYTES:
+        if isinstance(c, calls.GemmAllToAll) and c.even and part <= COPIED_BYTES:
             repeat = g.repeat(c.text, (*c.send, *c.receive), part=one, step=one, sums=False, dtype=number)
             return None if repeat is None else _InPlace(repeat, c)
         if isinstance(c, calls.MatmulReduceScatter) and part <= store.STAGE_BYTES:
@@ -50,7 +52,7 @@ class Repeated(ABC):
                 return None
             if store.in_one(c, shape[0], part):
                 return _Scattered(repeat, c, shape, rank * one)
-            order = store.remote_first(rank, c.world)
+            order = remote_first(rank, c.world)
             there = [g.stage_halves(d, shape, c.dtype, rank * one) for d in order[:-1]]
             return _Direct(repeat, c, order, (shape[0], c.k), there)
         return None

@@ -11,21 +11,16 @@ last meeting of a call, when that peer may be gone.
 
 from __future__ import annotations
 
-import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
-from dovetail.coll.dtypes import DTYPES
-from dovetail.hw.cpu import native
 from dovetail.ops import calls
-from dovetail.ops.cpu import pooling
+from dovetail.ops.cpu import lookups
 from dovetail.ops.cpu.product import is_long, is_ours, mm, ready
+from dovetail.ops.cpu.shared import COPIED_BYTES, STAGED, Order, add_up, loaded, local_first, remote_first, unfinished
 from dovetail.ops.group import NUM_WORDS, OpsGroup
-from dovetail.plan.step import ReduceOp
 
 #: Rows of a destination below which one product for all of them, and copies, beat a product per destination: each reads
 #: all of w.
@@ -34,31 +29,10 @@ _FEW_ROWS = 96
 ONESHOT_BYTES = 1 << 20
 #: Bytes that a stage takes from all ranks at most.
 STAGE_BYTES = 16 << 20
-#: Bytes of a result up to which it is copied out of the stage, and of an input up to which it is copied to the peers.
-COPIED_BYTES, COPIED_INPUT = 1 << 20, 2 << 20
+#: Bytes of an input up to which it is copied to the peers.
+COPIED_INPUT = 2 << 20
 #: Bytes that are still in a cache when they are copied.
 _CACHED_BYTES = 2 << 20
-#: Posted instead of an offset: bags were sent to stages.
-_STAGED = -2
-
-
-#: The plan's dtypes by number, and the loaded native part: looked up in every call.
-NUMBERS = {kind: int(number) for kind, number in DTYPES.items()}
-_native = functools.cache(native.load)
-assert int(ReduceOp.SUM) == 0
-
-
-def remote_first(rank: int, size: int) -> list[int]:
-    """The ranks after this one, and itself last."""
-    return [(rank + 1 + k) % size for k in range(size)]
-
-
-def local_first(rank: int, size: int) -> list[int]:
-    """Itself, then the ranks after it: what `remote_first` is compared with."""
-    return [(rank + k) % size for k in range(size)]
-
-
-Order = Callable[[int, int], list[int]]
 
 
 def in_one(c: calls.Product, rows: int, copied: int) -> bool:
@@ -86,7 +60,7 @@ def gemm_all_to_all(g: OpsGroup, c: calls.GemmAllToAll, *, order: Order = remote
     out = g.blocks.empty((sum(c.receive), n), c.dtype)
     splits, words = (*c.send, *c.receive), (g.blocks.offset(out), _region_of(c) or 0)
     slots = g.agree(c.text, words, splits)
-    if whole is None and any(row[0] == _STAGED for row in slots):
+    if whole is None and any(row[0] == STAGED for row in slots):
         slots = g.agree(c.text, words, splits)  # once more: who sent to stages had said nothing of its memory
     g.push(size * max(row[1] for row in slots))  # the smallest stage decides for all: next time it is large enough
     starts = [sum(c.send[:d]) for d in range(size)]
@@ -94,7 +68,7 @@ def gemm_all_to_all(g: OpsGroup, c: calls.GemmAllToAll, *, order: Order = remote
     if whole is None and c.rows and in_one(c, c.rows // size, copied):
         whole = mm(c.x, c.w)
     multiply = ready(c.w, c.rows if whole is None else 0)
-    with _unfinished(g, out):
+    with unfinished(g, out):
         for d in order(rank, size):
             if not c.send[d]:
                 continue
@@ -122,7 +96,7 @@ def _gemm_small(g: OpsGroup, c: calls.GemmAllToAll) -> torch.Tensor | None:
     here, at = whole.data_ptr(), rank * part
     copies = [v for d, stage in enumerate(stages) for v in (stage + at, here + d * part, part)]
     g.agree(c.text, (), (*c.send, *c.receive), copies=copies)
-    _native().copy(here, stages[rank], size * part)
+    loaded().copy(here, stages[rank], size * part)
     return whole
 
 
@@ -143,11 +117,11 @@ def _gemm_few(g: OpsGroup, c: calls.GemmAllToAll) -> tuple[torch.Tensor, bool] |
         v for d, stage in enumerate(stages) if d != rank and c.send[d] * row
         for v in (stage + rank * region, begins[d], c.send[d] * row)
     ]  # fmt: skip
-    slots = g.agree(c.text, (_STAGED, most), (*c.send, *c.receive), copies=copies)
-    if not all(slot[0] == _STAGED for slot in slots):
+    slots = g.agree(c.text, (STAGED, most), (*c.send, *c.receive), copies=copies)
+    if not all(slot[0] == STAGED for slot in slots):
         return whole, False
     out = whole.new_empty((sum(c.receive), c.n))
-    to, copy = out.data_ptr(), _native().copy
+    to, copy = out.data_ptr(), loaded().copy
     for s, rows in enumerate(c.receive):
         if rows:
             copy(to, begins[rank] if s == rank else stages[rank] + s * region, rows * row)
@@ -240,7 +214,7 @@ def _copied(g: OpsGroup, c: calls.Call, size_bytes: int, copies: Callable[[Seque
     def send(stages: Sequence[int]) -> None:
         given = iter(copies(stages))
         for copy in zip(given, given, given, strict=True):
-            _native().copy(*copy)
+            loaded().copy(*copy)
 
     return _sent_later(g, c, size_bytes, send)
 
@@ -249,7 +223,7 @@ def _sent_later(g: OpsGroup, c: calls.Call, size_bytes: int, send: Callable[[Seq
     """Where no stage is large enough: first everybody says where its memory is."""
     stage = g.scratch("partial", size_bytes)
     slots = g.agree(c.text, (g.blocks.offset(stage),))
-    with _unfinished(g, stage):
+    with unfinished(g, stage):
         send([g.base(d) + row[0] for d, row in enumerate(slots)])
         g.barrier()
     return int(stage.data_ptr())
@@ -267,7 +241,7 @@ def gemv_all_reduce(g: OpsGroup, c: calls.GemvAllReduce, *, order: Order = remot
     stage = g.scratch("partial", wide * size)
     out = g.blocks.empty((m, n), c.dtype)
     slots = g.agree(c.text, (g.blocks.offset(stage), g.blocks.offset(out)))
-    with _unfinished(g, stage, out):
+    with unfinished(g, stage, out):
         for d in order(rank, size):
             there = g.at(d, slots[d][0] + rank * wide, (m, cuts[d + 1] - cuts[d]), c.dtype)
             ready(c.w[cuts[d] : cuts[d + 1]], m)(c.x, there)
@@ -296,75 +270,11 @@ def _oneshot(g: OpsGroup, c: calls.GemvAllReduce, part: int) -> torch.Tensor:
     return out
 
 
-def embedding_all_to_all(g: OpsGroup, c: calls.EmbeddingAllToAll, *, order: Order = remote_first) -> torch.Tensor:
-    """Bags are pooled straight into the row of the sample's rank, or, if they are few, of its stage.
-
-    How many tables every rank has is taken to be as it was last time, and posted: then one exchange is enough.
-    """
-    rank, size = g.group.rank, c.world
-    local, dim, item = c.batch // size, c.dim, c.dtype.itemsize
-    every: tuple[int, ...] = g.known.get("tables") or (len(c.weights),) * size
-    pooled = pooling.Pooling(c)
-
-    def send(begins: Sequence[int]) -> None:
-        """To where everybody's output begins."""
-        total, first = sum(every) * dim, sum(every[:rank]) * dim * item
-        for d in order(rank, size) if local else ():
-            pooled(d * local, (d + 1) * local, begins[d] + first, total)
-
-    shape = (local, sum(every), dim)
-    whole = math.prod(shape) * item
-    if 0 < whole <= COPIED_BYTES and (stages := g.push(whole)) is not None:
-        send(stages)
-        slots = g.agree(c.text, (_STAGED, len(c.weights), hash(every)))
-        if all(row[0] == _STAGED for row in slots) and _have(slots, every):
-            out = torch.empty(shape, dtype=c.dtype)
-            _native().copy(out.data_ptr(), stages[rank], whole)
-            return out
-    else:
-        out = g.blocks.empty(shape, c.dtype)
-        slots = g.agree(c.text, (g.blocks.offset(out), len(c.weights), hash(every)))
-    if any(row[0] == _STAGED for row in slots) or not _have(slots, every):
-        every = g.known["tables"] = tuple(row[1] for row in slots)
-        out = g.blocks.empty((local, sum(every), dim), c.dtype)
-        slots = g.agree(c.text, (g.blocks.offset(out),))
-    with _unfinished(g, out):
-        send([g.base(d) + row[0] for d, row in enumerate(slots)])
-        g.barrier()
-    return out
-
-
-def _have(slots: list[tuple[int, ...]], every: tuple[int, ...]) -> bool:
-    """Whether the ranks have so many tables each, and all of them knew."""
-    return tuple(row[1] for row in slots) == every and all(row[2] == hash(every) for row in slots)
-
-
-def add_up(out: torch.Tensor, sources: list[int]) -> None:
-    """out = the sum over addresses, in their order, in fp32 for shorter floats and rounded once."""
-    if out.numel():
-        _native().reduce(NUMBERS[out.dtype], 0, out.data_ptr(), sources, out.numel())
-
-
-class _unfinished:  # noqa: N801 - used as a statement
-    """Around the part of a call in which peers write our memory: after an error it is not used again."""
-
-    __slots__ = ("_group", "_held")
-
-    def __init__(self, group: OpsGroup, *held: Any) -> None:
-        self._group, self._held = group, held
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None:
-            self._group.fail(error, *self._held)
-
-
 Forward = Callable[..., torch.Tensor]
 FORWARD: dict[type[calls.Call], Forward] = {
     calls.GemmAllToAll: gemm_all_to_all,
     calls.GemvAllReduce: gemv_all_reduce,
     calls.AllGatherMatmul: all_gather_matmul,
     calls.MatmulReduceScatter: matmul_reduce_scatter,
-    calls.EmbeddingAllToAll: embedding_all_to_all,
+    calls.EmbeddingAllToAll: lookups.embedding_all_to_all,
 }

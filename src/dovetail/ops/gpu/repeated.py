@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dovetail.ops import calls
-from dovetail.ops.group import NUM_WORDS, OpsGroup, Same
+from dovetail.ops.group import NUM_WORDS, OpsGroup
+from dovetail.ops.repeat import Same
 
 if TYPE_CHECKING:
     from dovetail.ops.gpu.launcher import Launch
