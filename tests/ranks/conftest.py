@@ -59,6 +59,10 @@ def _begin(rank: int, env: dict[str, str]) -> list[Any]:
     """
     os.environ.clear()
     os.environ.update(env)
+    if threads := env.get("OMP_NUM_THREADS"):  # the server has imported torch without it
+        import torch
+
+        torch.set_num_threads(int(threads))
     gc.freeze()  # what the server has imported is no garbage
     size = (1 << 30) + 17 * rank * mmap.PAGESIZE  # larger than any hole: what comes later lies below it
     mapped = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)

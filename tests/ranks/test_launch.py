@@ -58,7 +58,7 @@ def test_what_cannot_be_sent_is_said_before_anything_starts(monkeypatch: pytest.
 
 THREADS = """
     import os, sys
-    {first}import torch
+    {first}import torch; torch.set_num_threads({at_first}) if {at_first} else None
     import dovetail
 
     def work(asked):
@@ -71,21 +71,26 @@ THREADS = """
         os.sched_setaffinity(0, [int(core) for core in sys.argv[1].split(",")])
         for asked, env in ((0, {{}}), (5, {{}}), (0, {{"OMP_NUM_THREADS": "3"}})):
             print(*dovetail.launch(work, ranks=2, args=(asked,), env=env))
+        assert "OMP_NUM_THREADS" not in os.environ  # the launcher's own
 """
 
 
-@pytest.mark.parametrize("first", ["", "# "], ids=["imported with the program", "imported later"])
-def test_ranks_share_the_cores(first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each computes with one thread on two cores, and on one; but for what it, or the caller, says."""
+@pytest.mark.parametrize(
+    ("first", "at_first"), [("", 0), ("", 7), ("# ", 0)],
+    ids=["imported with the program", "the program says how many", "imported later"],
+)  # fmt: skip
+def test_ranks_share_the_cores(first: str, at_first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each computes with one thread on two cores, and on one; but for what it, the program or the caller says."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     path = tmp_path / "program.py"
-    path.write_text(textwrap.dedent(THREADS.format(first=first)))
+    path.write_text(textwrap.dedent(THREADS.format(first=first, at_first=at_first)))
+    alone = str(at_first or 1)
     for some in (cores[:1], cores):
         command = [sys.executable, str(path), ",".join(map(str, some))]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-        assert ended.stdout.split() == ["1", "1", "5", "5", "3", "3"], ended.stderr
+        assert ended.stdout.split() == [alone, alone, "5", "5", "3", "3"], ended.stderr
 
 
 STUCK = """

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from dovetail.bench import cores, runner
+from dovetail.bench import runner
 from dovetail.bench.baselines import openmpi_c
 from dovetail.bench.folder import Folder
 from dovetail.bench.load import Others
 from dovetail.bench.spec import Spec
 from dovetail.errors import DovetailError, NotSupported
+from dovetail.measure import cores
 from dovetail.measure.openmpi import OpenMPI
 
 SPEC = Spec(collectives=("all_gather",), ranks=2, sizes=(1024,), variants=(), baselines=("openmpi", "gloo"))

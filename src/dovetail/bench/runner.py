@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail import env
-from dovetail.bench import cores, mpirun
+from dovetail.bench import mpirun
 from dovetail.bench.baselines import openmpi_c
 from dovetail.bench.folder import Folder
 from dovetail.bench.gpu import sharing
@@ -27,7 +27,7 @@ from dovetail.bench.load import BUSY_SHARE, Others
 from dovetail.bench.placement import Placement, of
 from dovetail.bench.spec import CPU, TORCH, Spec
 from dovetail.errors import DovetailError, NotSupported, Timeout
-from dovetail.measure import openmpi, system
+from dovetail.measure import cores, openmpi, system
 
 Progress = Callable[[int, int, str], None]
 """Called with the number of cells done, of all cells, and where the ranks are."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from dovetail import env
-from dovetail.bench import cores, mpirun
+from dovetail.bench import mpirun
 from dovetail.bench.baselines.gloo import Gloo, StagedGloo
 from dovetail.bench.baselines.nccl import Nccl, NcclCe
 from dovetail.bench.baselines.openmpi import OpenMPI
@@ -30,6 +30,7 @@ from dovetail.bench.folder import Folder
 from dovetail.bench.placement import Placement
 from dovetail.bench.spec import CPU, Spec
 from dovetail.bench.start import StartLine
+from dovetail.measure import cores
 from dovetail.measure.sizes import format_bytes
 
 if TYPE_CHECKING:

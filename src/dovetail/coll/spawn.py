@@ -28,7 +28,7 @@ from multiprocessing import resource_tracker
 from typing import Any
 
 from dovetail.errors import DovetailError, PeerError, Timeout
-from dovetail.measure.machine import num_cores
+from dovetail.measure import cores
 
 MOST_RANKS = 1024
 """No machine has memory for as many processes; a larger number is a slip, and would take the machine down."""
@@ -36,6 +36,7 @@ _GRACE_S = 2.0
 #: Who set one of these has decided how many threads a process computes with.
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _PR_SET_PDEATHSIG = 1
+_beginning = threading.Lock()  # the environment is this process's, whichever thread launches
 
 
 def _let_torch_ops_pass() -> None:
@@ -113,7 +114,7 @@ def launch(
     """Calls `fn(*args)` in `ranks` new processes, each with `dovetail.init()` done; returns the results by rank.
 
     Each rank computes with its share of this process's cores, one thread at least: with all of them, as torch would by
-    itself, ranks would wait for each other's threads. `torch.set_num_threads` in `fn` or `OMP_NUM_THREADS` change that.
+    itself, ranks would wait for each other's threads. `torch.set_num_threads` or `OMP_NUM_THREADS` change that.
 
     Args:
         fn: any callable, lambdas and functions of a notebook included; sent by cloudpickle. Triton kernels that it uses
@@ -133,7 +134,8 @@ def launch(
     token = uuid.uuid4().hex
     context = mp.get_context("spawn")
     workers: list[tuple[Any, Any]] = []
-    threads = max(1, num_cores() // ranks)
+    asks = any(os.environ.get(name) or (env or {}).get(name) for name in _THREADS)
+    share = {} if asks else {_THREADS[0]: str(max(1, cores.usable() // ranks))}
     try:
         for rank in range(ranks):
             ours, theirs = context.Pipe(duplex=False)
@@ -143,8 +145,8 @@ def launch(
                 "DOVETAIL_RANK": str(rank),
                 "DOVETAIL_WORLD_SIZE": str(ranks),
             }
-            process = context.Process(target=_child, args=(job, more, threads, theirs), daemon=True)
-            with _interrupts_held():
+            with _interrupts_held(), _inherited(share):
+                process = context.Process(target=_child, args=(job, more, theirs), daemon=True)
                 process.start()
                 theirs.close()
                 workers.append((process, ours))
@@ -192,23 +194,32 @@ def _end_with_launcher() -> None:
         os._exit(1)
 
 
-def _share_cores(threads: int) -> None:
-    """What was asked for, or this rank's share. torch may be loaded by now, and have counted all cores."""
-    asked = next((value for name in _THREADS if (value := os.environ.get(name))), None)
-    if asked is None:
-        os.environ[_THREADS[0]] = str(threads)
-    elif asked.isdecimal() and int(asked):
-        threads = int(asked)
-    else:
-        return  # a list for nested regions: OpenMP's own business
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(threads)
+@contextlib.contextmanager
+def _inherited(variables: dict[str, str]) -> Iterator[None]:
+    """Processes that begin meanwhile have these from the start, before the program and torch are imported there."""
+    with _beginning:
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
-def _child(job: bytes, more: dict[str, str], threads: int, pipe: Any) -> None:
+def _compute_with(asked: str | None) -> None:
+    """So many threads as `env` asks for: torch may have been imported with the program, before that was in force."""
+    if asked and asked.isdecimal() and int(asked) and (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(int(asked))
+
+
+def _child(job: bytes, more: dict[str, str], pipe: Any) -> None:
     _end_with_launcher()
     os.environ.update(more)
-    _share_cores(threads)
+    _compute_with(next((value for name in _THREADS if (value := more.get(name))), None))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent ends us; no traceback of ours in between
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:

@@ -27,13 +27,14 @@ from torch._C._distributed_c10d import FileStore
 
 import dovetail
 from dovetail import env
-from dovetail.bench import cores, start
+from dovetail.bench import start
 from dovetail.bench.baselines import fbgemm
 from dovetail.bench.folder import Folder
 from dovetail.bench.fused import ablate
 from dovetail.bench.fused.cases import Case, LookupCase, Run, case_of
 from dovetail.bench.fused.grid import DTYPES, GATHER, GEMV, SCATTER, Shape, coarse, grid, quick
 from dovetail.bench.load import Others
+from dovetail.measure import cores
 from dovetail.measure.interleave import interleave
 from dovetail.measure.stats import median
 from dovetail.ops import choose

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from dovetail import env
-from dovetail.bench import cores, start
+from dovetail.bench import start
 from dovetail.bench.folder import Folder
 from dovetail.bench.overlap.spec import Progress, Spec
+from dovetail.measure import cores
 from dovetail.overlap.tables import Tables
 
 _POLL_S = 0.05

@@ -12,6 +12,8 @@ _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 def physical(topology: Path = _TOPOLOGY) -> list[set[int]]:
     """The physical cores that this process may run on, each as the set of its hardware threads."""
+    if not hasattr(os, "sched_getaffinity"):  # not Linux
+        return [{cpu} for cpu in range(os.cpu_count() or 1)]
     cores: dict[str, set[int]] = {}
     for cpu in sorted(os.sched_getaffinity(0)):
         try:
