@@ -1,7 +1,6 @@
 // How an element is kept, and the type it is computed in. Included by sources that are compiled once per instruction set.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -20,7 +19,8 @@ struct Plain {
   static Store save(Value v) { return v; }
 };
 
-#if defined(__FLT16_MANT_DIG__)
+// GCC tells of the type before its C++ has it: from 12 on for x86, 13 elsewhere.
+#if defined(__FLT16_MANT_DIG__) && (defined(__clang__) || __GNUC__ >= 13 || (__GNUC__ == 12 && defined(__x86_64__)))
 struct Half {
   using Store = _Float16;
   using Value = float;
@@ -44,7 +44,7 @@ struct Half {
   static Store save(Value v) {
     const uint32_t bits = bits_of(v), magnitude = bits & 0x7fffffff;
     uint32_t half = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;  // to nearest, ties to even
-    if (magnitude < 0x38800000) half = bits_of(std::fabs(v) + 0.5f) - bits_of(0.5f);   // below the normal ones: units of 2^-24
+    if (magnitude < 0x38800000) half = bits_of(__builtin_fabsf(v) + 0.5f) - bits_of(0.5f);   // below the normal ones: units of 2^-24
     if (magnitude >= 0x477ff000) half = 0x7c00;
     if (magnitude > 0x7f800000) half = 0x7e00 | (magnitude >> 13 & 0x3ff);
     return static_cast<Store>(half | (bits >> 16 & 0x8000));
