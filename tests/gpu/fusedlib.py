@@ -175,15 +175,15 @@ def repeats(rounds: int) -> int:
                 for name in ("gemm_all_to_all", "gemv_all_reduce", "all_gather_matmul", "matmul_reduce_scatter"):
                     xs = [rand(1000 * turn + r, m, k, dtype=dtype) for r in range(world)]
                     ws = [rand(1000 * turn + 50 + r, n, k, dtype=dtype) / k**0.5 for r in range(world)]
-                    torch.cuda.synchronize()
+                    streams[turn % 2].wait_stream(streams[0])  # for the arguments; earlier calls may still run
                     with torch.cuda.stream(streams[turn % 2]):
                         if rank == turn % world:
                             torch.cuda._sleep(200_000)  # a late kernel
                         out = getattr(ops, name)(xs[rank], ws[rank], transport=transport)
                         xs[rank].fill_(float("nan"))  # behind the call: who still reads it sees this
-                    kept.append((name, turn, out))
+                    kept.append((name, turn, out, xs, ws))  # their memory too is nobody else's until the end
         torch.cuda.synchronize()
-        for name, turn, out in kept:
+        for name, turn, out, *_ in kept:
             xs = [rand(1000 * turn + r, m, k, dtype=dtype) for r in range(world)]
             ws = [rand(1000 * turn + 50 + r, n, k, dtype=dtype) / k**0.5 for r in range(world)]
             more = ([[m // world] * world] * world,) if name == "gemm_all_to_all" else ()

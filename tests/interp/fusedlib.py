@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 100
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -143,6 +144,76 @@ def wait_politely() -> None:
         return here
 
     protocol.wait = wait
+
+
+# --- public operators, as if on a GPU
+
+
+@contextlib.contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Calls on CPU tensors go the way of those on a GPU; those whose like was run before, the short one."""
+    from dovetail.ops import run
+
+    real = run._is_on_gpu
+    run._is_on_gpu = lambda call: True
+    try:
+        yield
+    finally:
+        run._is_on_gpu = real
+
+
+def only_store(group: Any) -> Any:
+    """The kernels of a group that has made a call."""
+    from dovetail.ops.gpu import transport
+
+    return transport.store_of(group.ops, torch.device("cpu"))
+
+
+def call(op: str, group: Any, *args: Any, **keywords: Any) -> torch.Tensor:
+    """An operator by `store`."""
+    from dovetail import ops
+
+    found: torch.Tensor = getattr(ops, op)(*args, group=group, transport="store", **keywords)
+    return found
+
+
+def works(group: Any, m: int = 3, n: int = 5, k: int = 8, run: int = 0) -> str:
+    """What is wrong with a sum over ranks."""
+    inputs = [
+        (
+            numbers(r, run, m, k, dtype=torch.float32),
+            numbers(r, run + 1, n, k, dtype=torch.float32),
+        )
+        for r in range(group.size)
+    ]
+    out = call("gemv_all_reduce", group, *inputs[group.rank])
+    return differs(out, summed([product(x, w) for x, w in inputs]))
+
+
+def raises(kinds: type[BaseException] | tuple[type[BaseException], ...], text: str, work: Callable[[], object]) -> str:
+    """What is wrong with the error of `work`."""
+    try:
+        work()
+    except kinds as error:
+        return "" if text in str(error) else f"says {error}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return f"nothing was raised for {text}"
+
+
+def guarded(work: Callable[[], str]) -> str:
+    """What it says is wrong, or what it raises."""
+    try:
+        return work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def new_group(dovetail: Any, world: range) -> Any:
+    """One whose time limit no case waits for."""
+    group = dovetail.new_group(world)
+    group.set_timeout(TIMEOUT_S)
+    return group
 
 
 class Recorded:

@@ -43,7 +43,6 @@ CASES: dict[str, Callable[[Any], str]] = {}
 DEADLY = ("a dead peer", "a peer that died after its part", "an exception after the exchange")
 WORLDS = {"a dead peer": 3, "a peer that died after its part": 3, "an exception after the exchange": 2}
 DEAD = {"a dead peer": "1", "a peer that died after its part": "2"}
-TIMEOUT_S = 100
 
 
 @pytest.fixture(scope="module")
@@ -61,60 +60,10 @@ def _case(work: Callable[[Any], str]) -> Callable[[Any], str]:
 # --- the ranks --------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _as_on_a_gpu() -> Iterator[None]:
-    """Calls on CPU tensors go the way of those on a GPU; those whose like was run before, the short one."""
-    from dovetail.ops import run
-
-    real = run._is_on_gpu
-    run._is_on_gpu = lambda call: True
-    try:
-        yield
-    finally:
-        run._is_on_gpu = real
-
-
 def _store(group: Any) -> Any:
     """The kernels of a group, made by a first call."""
-    _works(group)
-    return _only_store(group)
-
-
-def _only_store(group: Any) -> Any:
-    """The kernels of a group that has made a call."""
-    from dovetail.ops.gpu import transport
-
-    return transport.store_of(group.ops, torch.device("cpu"))
-
-
-def _call(op: str, group: Any, *args: Any, **keywords: Any) -> torch.Tensor:
-    from dovetail import ops
-
-    found: torch.Tensor = getattr(ops, op)(*args, group=group, transport="store", **keywords)
-    return found
-
-
-def _works(group: Any, m: int = 3, n: int = 5, k: int = 8, run: int = 0) -> str:
-    """What is wrong with a sum over ranks."""
-    inputs = [
-        (
-            lib.numbers(r, run, m, k, dtype=torch.float32),
-            lib.numbers(r, run + 1, n, k, dtype=torch.float32),
-        )
-        for r in range(group.size)
-    ]
-    out = _call("gemv_all_reduce", group, *inputs[group.rank])
-    return lib.differs(out, lib.summed([lib.product(x, w) for x, w in inputs]))
-
-
-def _raises(kinds: type[BaseException] | tuple[type[BaseException], ...], text: str, call: Callable[[], object]) -> str:
-    try:
-        call()
-    except kinds as error:
-        return "" if text in str(error) else f"says {error}"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return f"nothing was raised for {text}"
+    lib.works(group)
+    return lib.only_store(group)
 
 
 def _empty(group: Any, op: str, m: int, n: int, k: int) -> str:
@@ -127,7 +76,7 @@ def _empty(group: Any, op: str, m: int, n: int, k: int) -> str:
     if n < 0:
         out = _store(group).all_gather_matmul(xs[rank], ws[rank])
     else:
-        out = _call(op, group, xs[rank], ws[rank])
+        out = lib.call(op, group, xs[rank], ws[rank])
     products = [lib.product(x, w) for x, w in zip(xs, ws, strict=True)] if n >= 0 else []
     if op == "all_gather_matmul":
         want = lib.product(torch.cat(xs), ws[rank])
@@ -136,7 +85,7 @@ def _empty(group: Any, op: str, m: int, n: int, k: int) -> str:
     else:
         want = lib.summed(products)
         want = want[rank * m // world : (rank + 1) * m // world] if op == "matmul_reduce_scatter" else want
-    return lib.differs(out, want) or _works(group)
+    return lib.differs(out, want) or lib.works(group)
 
 
 @contextlib.contextmanager
@@ -162,16 +111,16 @@ def _capture_is_refused_and_the_group_goes_on(group: Any) -> str:
                                   torch.arange(group.size + 1))),
     ):  # fmt: skip
         with _capturing(store):
-            found.append(_raises(NotSupported, "captured", lambda op=op, args=args: _call(op, group, *args)))
+            found.append(lib.raises(NotSupported, "captured", lambda op=op, args=args: lib.call(op, group, *args)))
         wanted = (NotSupported, "captured") if group.rank == 0 else (MismatchError, "NotSupported")
         with _capturing(store) if group.rank == 0 else contextlib.nullcontext():
-            found.append(_raises(*wanted, lambda op=op, args=args: _call(op, group, *args)))
-        found.append(_works(group))
+            found.append(lib.raises(*wanted, lambda op=op, args=args: lib.call(op, group, *args)))
+        found.append(lib.works(group))
     with _capturing(store):
-        found.append(_works(group))  # this shape ran before
+        found.append(lib.works(group))  # this shape ran before
     with _capturing(store) if group.rank == 0 else contextlib.nullcontext():
-        found.append(_raises(MismatchError, "captured", lambda: _works(group)))
-    return "; ".join(filter(None, [*found, _works(group)]))
+        found.append(lib.raises(MismatchError, "captured", lambda: lib.works(group)))
+    return "; ".join(filter(None, [*found, lib.works(group)]))
 
 
 @_case
@@ -179,8 +128,8 @@ def _a_table_out_of_line_is_refused_and_the_group_goes_on(group: Any) -> str:
     table = torch.ones(5, 2)[1:] if group.rank == 0 else torch.ones(4, 2)  # 8 bytes into its memory
     values, offsets = torch.zeros(2 * group.size, dtype=torch.int64), torch.arange(2 * group.size + 1)
     wanted = (ValueError, "multiple of 16") if group.rank == 0 else (MismatchError, "multiple of 16")
-    wrong = _raises(*wanted, lambda: _call("embedding_all_to_all", group, [table], values, offsets))
-    return wrong or _works(group)
+    wrong = lib.raises(*wanted, lambda: lib.call("embedding_all_to_all", group, [table], values, offsets))
+    return wrong or lib.works(group)
 
 
 @_case
@@ -194,7 +143,7 @@ def _no_memory_on_one_rank_is_told_to_those_in_the_exchange(group: Any) -> str:
 
         store._addresses.exchange = full
     wanted = (HardwareError, "no memory") if group.rank == 0 else (PeerError, "failed on rank 0")
-    return _raises(*wanted, lambda: _works(group, n=100))  # more than the stage has room for
+    return lib.raises(*wanted, lambda: lib.works(group, n=100))  # more than the stage has room for
 
 
 @_case
@@ -206,7 +155,7 @@ def _ranks_with_unequal_shares_of_their_gpus_cut_alike(group: Any) -> str:
         def _num_cores(self) -> int:
             return 2 * self.group.size if self.group.rank == 0 else 4096 * self.group.size
 
-    _works(group)
+    lib.works(group)
     group.ops.known["store", torch.device("cpu")] = store = Uneven(group, "cpu")
     store._blocks = None
     many = [lib.numbers(r, 3, 520, 16, dtype=torch.float16) for r in range(group.size)]
@@ -214,130 +163,7 @@ def _ranks_with_unequal_shares_of_their_gpus_cut_alike(group: Any) -> str:
     rows = 520 // group.size
     out = store.matmul_reduce_scatter(many[group.rank][: rows * group.size], w[group.rank])
     parts = [lib.product(x, y)[rows * group.rank :][:rows] for x, y in zip(many, w, strict=True)]
-    return lib.differs(out, lib.summed(parts)) or _works(group, n=70)
-
-
-@_case
-def _calls_whose_like_was_run_before_go_the_short_way(group: Any) -> str:
-    """New data in each, ranks late, memory poisoned; earlier results stay. A report of an earlier kernel is told."""
-    from dovetail.ops import calls, quick
-    from dovetail.ops.gpu.repeated import Repeated
-
-    short: list[str] = []
-    real = quick._run, Repeated.__call__
-
-    def short_way(ranks: Any, known: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        short.append(known.call.op)
-        return real[0](ranks, known, x, w)
-
-    def shortest(self: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor | None:
-        short.append(f"{self._op}, repeated")
-        return real[1](self, x, w)
-
-    def product(op: str, run: int) -> tuple[torch.Tensor, torch.Tensor]:
-        world, rank, m, n, k = group.size, group.rank, 2 * group.size, 5, 8
-        xs = [lib.numbers(r, run, m, k, dtype=torch.float32) for r in range(world)]
-        ws = [lib.numbers(r, run + 50, n, k, dtype=torch.float32) for r in range(world)]
-        parts = [lib.product(x, w) for x, w in zip(xs, ws, strict=True)]
-        out = _call(op, group, xs[rank], ws[rank])
-        if op == "all_gather_matmul":
-            return out, lib.product(torch.cat(xs), ws[rank])
-        if op == "gemm_all_to_all":
-            return out, torch.cat([part.chunk(world)[rank] for part in parts])
-        total = lib.summed(parts)
-        return out, total if op == "gemv_all_reduce" else total.chunk(world)[rank]
-
-    ops = ("all_gather_matmul", "gemv_all_reduce", "gemm_all_to_all", "matmul_reduce_scatter")
-    quick._run, Repeated.__call__ = short_way, shortest  # type: ignore[method-assign]
-    try:
-        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for run in range(4):
-            for op in ops:
-                lib.nap(group.rank, run, 0.01)
-                kept.append(product(op, run))
-                store = _only_store(group)
-                store._addresses.barrier()
-                for state in store._states.values():
-                    for memory in (state.stage, state.result):
-                        if memory is not None:
-                            memory.tensor.fill_(float("nan"))
-                store._addresses.barrier()
-        found = "; ".join(filter(None, (lib.differs(*each) for each in kept)))
-        later = [f"{op}, repeated" for op in ops]
-        if found or short != [*ops, *later, *later]:
-            return found or f"short were {short}"
-        values, in_range = torch.zeros(group.size, dtype=torch.int64), calls._in_range
-        values[0] = 10**12 if group.rank == 1 else 0
-        calls._in_range = lambda call: None
-        try:
-            _call("embedding_all_to_all", group, [torch.ones(4, 4)], values, torch.arange(group.size + 1))
-        finally:
-            calls._in_range = in_range
-        kind, text = (IndexError, "values[0]") if group.rank == 1 else (MismatchError, "refused its arguments")
-        if found := _raises(kind, text, lambda: product("gemv_all_reduce", 7)):
-            return found
-        return lib.differs(*product("gemv_all_reduce", 8))
-    finally:
-        quick._run, Repeated.__call__ = real  # type: ignore[method-assign]
-
-
-@_case
-def _small_outputs_are_copies_of_memory_that_peers_know(group: Any) -> str:
-    """Of all ranks, of some or of none: rows are sent to the output itself where one rank's is too large for that."""
-    from dovetail.ops.gpu import store as module
-
-    world, rank, real = group.size, group.rank, module.COPIED_BYTES
-    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-    try:
-        for run in range(9):
-            module.COPIED_BYTES = (1 << 20, 0, 5 * 4 * 4 * world)[run % 3]
-            rows = [[(3 * i + 2 * j * j + run) % 7 for j in range(world)] for i in range(world)]
-            if run == 8:
-                rows = [[0] * world for _ in range(world)]
-            xs = [lib.numbers(r, run, sum(rows[r]), 8, dtype=torch.float32) for r in range(world)]
-            ws = [lib.numbers(r, run + 50, 5, 8, dtype=torch.float32) for r in range(world)]
-            parts = [lib.product(x, w).split(rows[r])[rank] for r, (x, w) in enumerate(zip(xs, ws, strict=True))]
-            lib.nap(rank, run, 0.005)
-            received = [rows[r][rank] for r in range(world)]
-            out = _call("gemm_all_to_all", group, xs[rank], ws[rank], received, rows[rank])
-            kept.append((out, torch.cat(parts)))
-            for state in _only_store(group)._states.values():
-                if state.result is not None:
-                    group.ops.barrier()
-                    state.result.tensor.fill_(float("nan"))
-                    group.ops.barrier()
-    finally:
-        module.COPIED_BYTES = real
-    return "; ".join(filter(None, (lib.differs(*each) for each in kept)))
-
-
-@_case
-def _unfused_calls_whose_like_was_run_before(group: Any) -> str:
-    """Products and splits that change; a rank that makes another call is told of."""
-    from dovetail import ops
-
-    world, rank = group.size, group.rank
-    for run in range(4):
-        lib.nap(rank, run, 0.005)
-        splits = [[(3 * i + 2 * j + run) % 4 for j in range(world)] for i in range(world)]
-        for rows in (None, splits):
-            many = [2 * world if rows is None else sum(rows[r]) for r in range(world)]
-            xs = [lib.numbers(r, run, many[r], 8, dtype=torch.float32) for r in range(world)]
-            ws = [lib.numbers(r, run + 50, 5, 8, dtype=torch.float32) for r in range(world)]
-            products = [lib.product(x, w) for x, w in zip(xs, ws, strict=True)]
-            given = () if rows is None else ([rows[r][rank] for r in range(world)], rows[rank])
-            out = ops.gemm_all_to_all(xs[rank], ws[rank], *given, group=group, transport="unfused")
-            parts = [p.chunk(world) if rows is None else p.split(rows[r]) for r, p in enumerate(products)]
-            if wrong := lib.differs(out, torch.cat([part[rank] for part in parts])):
-                return f"run {run}, splits {rows}: {wrong}"
-            if rows is None:
-                out = ops.gemv_all_reduce(xs[rank], ws[rank], group=group, transport="unfused")
-                if wrong := lib.differs(out, lib.summed(products)):
-                    return f"run {run}: {wrong}"
-    x, w = xs[rank].new_ones(2 * world, 8), ws[rank]
-    call = ops.gemv_all_reduce if rank else ops.matmul_reduce_scatter
-    wrong = _raises(MismatchError, "same call", lambda: call(x, w, group=group, transport="unfused"))
-    return wrong or _works(group)
+    return lib.differs(out, lib.summed(parts)) or lib.works(group, n=70)
 
 
 @_case
@@ -352,7 +178,7 @@ def _check_raises_for_a_row_out_of_range_once(group: Any) -> str:
 
     in_range, calls._in_range = calls._in_range, lambda call: None
     try:
-        _call("embedding_all_to_all", group, [torch.ones(4, 4)], values, offsets)
+        lib.call("embedding_all_to_all", group, [torch.ones(4, 4)], values, offsets)
     finally:
         calls._in_range = in_range
     for _ in range(2):
@@ -364,7 +190,7 @@ def _check_raises_for_a_row_out_of_range_once(group: Any) -> str:
     wanted = ["values[0]", "nothing"] if group.rank == 1 else ["nothing", "nothing"]
     if calls_check != wanted:
         return f"{calls_check}"
-    out = _call("embedding_all_to_all", group, [torch.ones(4, 4)], real, offsets)
+    out = lib.call("embedding_all_to_all", group, [torch.ones(4, 4)], real, offsets)
     return lib.differs(out, torch.ones(1, group.size, 4))
 
 
@@ -385,16 +211,16 @@ def _memory_does_not_grow_with_every_shape(group: Any) -> str:
                     state.stage.tensor.fill_(float("nan"))
                     store._addresses.barrier()
             lib.nap(group.rank, run)
-            found = _works(group, m=size, n=6 * size, run=run)
+            found = lib.works(group, m=size, n=6 * size, run=run)
             x = [lib.numbers(r, run, size * group.size, 8, dtype=torch.float32) for r in range(group.size)]
             w = [lib.numbers(r, 50 + run, 3 * size, 8, dtype=torch.float32) for r in range(group.size)]
             mine = slice(group.rank * size, (group.rank + 1) * size)
-            out = _call("matmul_reduce_scatter", group, x[group.rank], w[group.rank])
+            out = lib.call("matmul_reduce_scatter", group, x[group.rank], w[group.rank])
             parts = [lib.product(a, b)[mine] for a, b in zip(x, w, strict=True)]
             found = found or lib.differs(out, lib.summed(parts))
             if store._states["matmul_reduce_scatter", torch.float32].sizes[1] < 3 * size * size * group.size:
                 return "the stage did not grow"
-            out = _call("all_gather_matmul", group, x[group.rank], w[group.rank])
+            out = lib.call("all_gather_matmul", group, x[group.rank], w[group.rank])
             found = found or lib.differs(out, lib.product(torch.cat(x), w[group.rank]))
             if found:
                 return f"size {size}: {found}"
@@ -433,7 +259,7 @@ def _ranks_meet_once_in_a_call(group: Any) -> str:
             wants.append(lib.pooled(weights, values, offsets, batch, "sum"))
             if r == group.rank:
                 mine = weights, values, offsets
-        out = _call("embedding_all_to_all", group, *mine)
+        out = lib.call("embedding_all_to_all", group, *mine)
         return lib.differs(out, torch.cat(wants, dim=1)[2 * group.rank :][:2])
 
     def products(op: str) -> str:
@@ -473,8 +299,8 @@ def _dead_peer(group: Any) -> str:
     store = _store(group)
     if group.rank == 1:
         store._launch = lambda *args, **more: os._exit(3)
-    wrong = _raises(PeerError, "", lambda: _works(group))
-    return wrong or _raises(DovetailError, "", lambda: _works(group))
+    wrong = lib.raises(PeerError, "", lambda: lib.works(group))
+    return wrong or lib.raises(DovetailError, "", lambda: lib.works(group))
 
 
 def _died_after_its_part(group: Any) -> str:
@@ -496,7 +322,7 @@ def _died_after_its_part(group: Any) -> str:
 
     replace.entries = 0  # type: ignore[attr-defined]
     with lib.expecting(replace):
-        out = _call("gemm_all_to_all", group, xs[rank], ws[rank])
+        out = lib.call("gemm_all_to_all", group, xs[rank], ws[rank])
     if rank == 2:
         os._exit(3)
     want = torch.cat([lib.product(x, w)[2 * rank : 2 * rank + 2] for x, w in zip(xs, ws, strict=True)])
@@ -513,15 +339,9 @@ def _exception_after_the_exchange(group: Any) -> str:
             raise RuntimeError("no kernel")
 
         store._launch = launch
-    wrong = _raises((PeerError, RuntimeError), "no kernel" if group.rank == 1 else "rank 1", lambda: _works(group))
-    return wrong or _raises(DovetailError, "", lambda: _works(group))
-
-
-def _guarded(work: Callable[[], str]) -> str:
-    try:
-        return work()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    text = "no kernel" if group.rank == 1 else "rank 1"
+    wrong = lib.raises((PeerError, RuntimeError), text, lambda: lib.works(group))
+    return wrong or lib.raises(DovetailError, "", lambda: lib.works(group))
 
 
 def _all_cases() -> dict[str, str]:
@@ -529,19 +349,13 @@ def _all_cases() -> dict[str, str]:
 
     lib.wait_politely()
     world, found = range(int(os.environ["DOVETAIL_WORLD_SIZE"])), {}
-    with _as_on_a_gpu():
-        group = _group(dovetail, world)
+    with lib.as_on_a_gpu():
+        group = lib.new_group(dovetail, world)
         for name, (op, shape) in EMPTY.items():
-            found[name] = _guarded(lambda op=op, shape=shape: _empty(group, op, *shape))
+            found[name] = lib.guarded(lambda op=op, shape=shape: _empty(group, op, *shape))
         for name, work in CASES.items():
-            found[name] = _guarded(lambda work=work: work(_group(dovetail, world)))
+            found[name] = lib.guarded(lambda work=work: work(lib.new_group(dovetail, world)))
     return found
-
-
-def _group(dovetail: Any, world: range) -> Any:
-    group = dovetail.new_group(world)
-    group.set_timeout(TIMEOUT_S)
-    return group
 
 
 def _deadly(name: str, folder: str, environment: dict[str, str]) -> None:
@@ -552,9 +366,9 @@ def _deadly(name: str, folder: str, environment: dict[str, str]) -> None:
     dovetail.init()
     lib.wait_politely()
     work = dict(zip(DEADLY, (_dead_peer, _died_after_its_part, _exception_after_the_exchange), strict=True))[name]
-    with _as_on_a_gpu():
-        group = _group(dovetail, range(int(os.environ["DOVETAIL_WORLD_SIZE"])))
-        found = _guarded(lambda: work(group))
+    with lib.as_on_a_gpu():
+        group = lib.new_group(dovetail, range(int(os.environ["DOVETAIL_WORLD_SIZE"])))
+        found = lib.guarded(lambda: work(group))
         (Path(folder) / str(group.rank)).write_text(found or "right")
         deadline = time.monotonic() + 30
         while len(os.listdir(folder)) < group.size - (name in DEAD) and time.monotonic() < deadline:

@@ -63,10 +63,15 @@ class Meeting:
         """Returns when all members have called it: what they wrote to shared memory before can be read."""
         self._run(self._barrier)
 
+    @property
+    def is_limit_in_force(self) -> bool:
+        """Whether the time limit is the group's, as it is behind every exchange that was made here."""
+        return self._companion.timeout_s == self.group.timeout_s
+
     def _run(self, run: Callable[..., Any], *given: Any) -> Any:
         if self.group.broken is not None:
             raise self.group.broken
-        if self._companion.timeout_s != self.group.timeout_s:
+        if not self.is_limit_in_force:
             self._companion.set_timeout(self.group.timeout_s)
         try:
             return run(*given)

@@ -3,8 +3,8 @@ on CPUs and GPUs, fused or not.
 
 `group` is a `Group`, a torch `ProcessGroup` or a one-dimensional `DeviceMesh`; None is the world. `transport` is
 "auto", "unfused" (torch's operator, then a collective), "decomposed" (chunks of it), "store" (compute cores write into
-the peers' memory) or "dma" (finished slices release copies by an engine). Results that peers write lie on the symmetric
-heap.
+the peers' memory) or "dma" (finished slices release copies by an engine). Large results that peers write lie on the
+symmetric heap.
 
 Raises, all of them:
     ValueError, TypeError, IndexError, NotSupported: wrong arguments. The other ranks get a `MismatchError` that quotes

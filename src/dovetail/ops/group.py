@@ -108,19 +108,22 @@ class OpsGroup:
         self.meetings += 1
         return told if slots is None else self._look(mine, slots, text, splits)
 
-    def _said(self, text: str, words: Sequence[int], splits: Sequence[int]) -> tuple[bytes, bytes] | None:
-        """What this rank says of a call, and what all said when it did so before; None if it has not."""
+    def _said(
+        self, text: str, words: Sequence[int], splits: Sequence[int]
+    ) -> tuple[bytes, bytes, list[tuple[int, ...]]] | None:
+        """What this rank says of a call, and what all said when it did so before, whole and in words; None if it has
+        not."""
         known = self._texts.get((text, self.transport))
         if known is None:
             return None
         mine = known + (self._packed(words, splits) if words or splits else self.plain)
         before = self._orderly.get(mine)
-        return None if before is None else (mine, before[0])
+        return None if before is None else (mine, *before)
 
     def same(self, text: str, words: Sequence[int] = (), splits: Sequence[int] = ()) -> Same | None:
         """A call that was made before with these words; None if not all of it has been said."""
         said = self._said(text, words, splits)
-        return None if said is None else Same(self, (said[0], text, splits), said[1])
+        return None if said is None else Same(self, (said[0], text, splits), *said[1:])
 
     def repeat(
         self, text: str, splits: Sequence[int], *, part: int, step: int, sums: bool, dtype: int
@@ -130,7 +133,7 @@ class OpsGroup:
         if self.push(part * self.group.size) is None or (said := self._said(text, (), splits)) is None:
             return None
         made = native.load().Repeat(
-            *self._meeting.fixed, *said, self.group.rank, *self._halves, part, step, sums, dtype
+            *self._meeting.fixed, *said[:2], self.group.rank, *self._halves, part, step, sums, dtype
         )
         return Repeat(self, made, (said[0], text, splits))
 
@@ -142,7 +145,7 @@ class OpsGroup:
         if self.push(size_bytes) is None or (said := self._said(text, words, ())) is None:
             return None
         made = native.load().Lookup(
-            *self._meeting.fixed, *said, self.group.rank, *self._halves, tables, batch, dim, dtype, mean
+            *self._meeting.fixed, *said[:2], self.group.rank, *self._halves, tables, batch, dim, dtype, mean
         )
         return Lookup(self, made, (said[0], text, ()))
 
@@ -159,6 +162,11 @@ class OpsGroup:
     def fixed(self) -> tuple[Any, ...]:
         """For native code that makes the exchange."""
         return self._meeting.fixed
+
+    @property
+    def is_limit_in_force(self) -> bool:
+        """Whether native code would meet under the group's time limit: `agree` sees to it."""
+        return self._meeting.is_limit_in_force
 
     def judge(self, status: int, mine: bytes, text: str, splits: Sequence[int]) -> list[tuple[int, ...]]:
         """Looks at an exchange that native code has made, and that was not like the last."""

@@ -25,23 +25,27 @@ Rows = list[tuple[int, ...]]
 class Same:
     """A call that is said in the same words: `meet` is `OpsGroup.agree` for it, in few steps."""
 
-    __slots__ = ("_before", "_fixed", "_group", "_meet", "_said", "_state")
+    __slots__ = ("_before", "_fixed", "_group", "_meet", "_said", "_stage", "told")
 
-    def __init__(self, group: OpsGroup, said: Said, before: bytes) -> None:
+    def __init__(self, group: OpsGroup, said: Said, before: bytes, told: Rows) -> None:
         self._group, self._said, self._before = group, said, before
+        self.told = told  #: what everybody said before
         self._meet, self._fixed = native.load().meet, group.fixed
-        self._state = group.stage, group.group.timeout_s
+        self._stage: tuple[int, int] | None = group.stage
 
     @property
     def is_over(self) -> bool:
-        """This rank has something else to say, or the time limit is another."""
-        return (self._group.stage, self._group.group.timeout_s) != self._state
+        """This rank has something else to say, somebody had last time, or the time limit was changed."""
+        return self._group.stage != self._stage or not self._group.is_limit_in_force
 
     def meet(self) -> Rows | None:
         """None if everybody has said what they said before; otherwise what `agree` returns."""
         status = self._meet(*self._fixed, self._said[0], self._before, ())
         self._group.meetings += 1
-        return None if status == AS_SEEN else self._group.judge(status, *self._said)
+        if status == AS_SEEN:
+            return None
+        self._stage = None
+        return self._group.judge(status, *self._said)
 
 
 class _ByStages:
@@ -51,13 +55,13 @@ class _ByStages:
 
     def __init__(self, group: OpsGroup, said: Said) -> None:
         self._group, self._said = group, said
-        self._stages = group.plain, group.stage_epoch, group.group.timeout_s
+        self._stages = group.plain, group.stage_epoch
 
     @property
     def is_over(self) -> bool:
-        """Somebody's stage is another now, or the time limit."""
+        """Somebody's stage is another now, or the time limit was changed."""
         group = self._group
-        return (group.plain, group.stage_epoch, group.group.timeout_s) != self._stages
+        return (group.plain, group.stage_epoch) != self._stages or not group.is_limit_in_force
 
     @property
     def half(self) -> int:

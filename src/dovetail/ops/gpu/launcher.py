@@ -47,6 +47,7 @@ class Launcher:
 
     def begin(self) -> None:
         """Lets go of what no run uses any more. What the current stream is given next comes behind the runs so far."""
+        self.latest = None
         if is_capturing(self._device):
             return  # a capture would end if an event were asked for
         held = self.held

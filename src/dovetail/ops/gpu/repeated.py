@@ -34,9 +34,11 @@ class Repeated:
     ) -> None:  # fmt: skip
         """`splits`: rows that are sent, then received, where an operator has them; `number`: how many arguments `begin`
         makes."""
-        self._store, self._op, self._splits, self._same, self._begin = store, op, splits, same, begin
-        self._rest, self._launch = tuple(launch.args[number:]), launch._replace(held=_kept(launch, number), args=())
-        self._generation = store.generation
+        self._store, self._op, self._splits, self._same = store, op, splits, same
+        self._begin: _Begin | None = begin
+        self._rest = tuple(launch.args[number:])
+        self._launch: Launch | None = launch._replace(held=_kept(launch, number), args=())
+        store.repeats.add(self)
 
     @staticmethod
     def of(g: OpsGroup, c: calls.Product) -> Repeated | None:
@@ -58,27 +60,30 @@ class Repeated:
         elif isinstance(c, calls.AllGatherMatmul):
             found = store.place_of(c.x, c.n)
             if found is None:
-                return None
+                return None  # peers read x where it lies
             place, name, copies = found
             begin, number = _gathered(c, place, copies), 3
         else:
             return None  # peers write to new memory in each call
         same = g.same(c.text, (name, 0), splits)
+        if isinstance(c, calls.AllGatherMatmul) and same is not None and not all(row[0] for row in same.told):
+            return None  # some rank's memory was new to the others, and may be other memory next time
         return None if same is None else Repeated(store, c.op, splits, same, launch, begin, number)
 
     def __call__(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor | None:
         """None, and nothing was done, if it can't be done like that any more."""
-        store = self._store
+        store, launch, begin = self._store, self._launch, self._begin
         if (
-            store.generation != self._generation
+            launch is None
+            or begin is None
             or self._same.is_over
             or (x.data_ptr() | w.data_ptr()) & _UNALIGNED
             or (self._op == calls.AllGatherMatmul.op and store.is_placed(x))
         ):
             return None
-        launcher, launch = store.launcher, self._launch
+        launcher = store.launcher
         launcher.begin()
-        first, out = self._begin(x, w)
+        first, out = begin(x, w)
         rows = self._same.meet()
         if rows is not None:
             return self._at_length(rows, x, w)
@@ -87,6 +92,11 @@ class Repeated:
         if launcher.interpreted:
             store.check_late()
         return made if out is None else out
+
+    def forget(self) -> None:
+        """Lets shared memory go: it is not that of calls any more."""
+        self._launch = self._begin = None
+        self._rest = ()
 
     def _at_length(self, rows: list[tuple[int, ...]], x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         """Somebody has something else to say than in earlier calls: what, all ranks know by now."""

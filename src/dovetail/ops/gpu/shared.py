@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import math
 import struct
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ from dovetail.ops.gpu.tiles import Blocks
 log = logging.getLogger("dovetail")
 
 T = TypeVar("T")
-Meet = Callable[[Sequence[int]], list[tuple[int, ...]]]
+Meet = Callable[[int], list[tuple[int, ...]]]
 NO_TABLE = torch.empty(0, dtype=torch.int64)
 
 #: Looks per second of a kernel that waits, at most: so a wait is not shorter than the group's timeout.
@@ -49,6 +50,13 @@ _INTERPRETED_CORES = 1 << 20
 #: Words of a call on this rank alone: those of `kernels.protocol`.
 LOCAL_WORDS = 4
 _INTERPRETED = Blocks(height=16, width=32, depth=32, group=2, warps=4, stages=1)
+
+
+class Repeats(Protocol):
+    """A call that can be made again in few steps, and keeps memory that calls share."""
+
+    def forget(self) -> None:
+        """Lets it go."""
 
 
 @dataclass(slots=True)
@@ -110,10 +118,11 @@ class Shared:
         self._tables = Tables(self.device)
         self._status = Status(group, self._addresses)
         self.launcher = Launcher(self.device, self._status, interpreted=self._interpreted)
-        #: How ranks meet for the call that is being made: takes two words of this rank, returns what each rank said,
-        #: its two words first. Without it they meet for addresses only.
+        #: How ranks meet for the call that is being made: takes the name of this rank's memory, returns what each rank
+        #: said: that, what it found in `take_wrong_row`, and more. Without it they meet for addresses only.
         self.meet: Meet | None = None
-        self.generation = 0  #: of the memory that calls share: grows when some of it is made
+        #: Calls that can be made again in few steps, as long as the memory that calls share stays what it is.
+        self.repeats: weakref.WeakSet[Repeats] = weakref.WeakSet()
         self._tables_before: tuple[int, ...] | None = None  # of embeddings, of each rank, in the last call
         self._addresses.leaves(self)
 
@@ -218,6 +227,17 @@ class Shared:
 
     # --- for the operators
 
+    def take_wrong_row(self) -> int:
+        """1 + the place of a row number that an earlier kernel found out of range, told once; 0 if there is none."""
+        return self._status.take_wrong_row()
+
+    def _renew(self) -> None:
+        """Before memory that calls share is made: nothing keeps what it takes the place of."""
+        self.refuse_capture()
+        for call in list(self.repeats):
+            call.forget()
+        self.repeats.clear()
+
     @property
     def is_quiet(self) -> bool:
         """Whether `check` has nothing to raise."""
@@ -237,8 +257,7 @@ class Shared:
         found = self._states.get(kind)
         if found is not None and found.has(wanted):
             return found
-        self.refuse_capture()
-        self.generation += 1
+        self._renew()
         if found is not None:
             self._outgrown.append(found.signals)  # its memory goes when the kernels that hold it have ended
             wanted = tuple(
@@ -256,8 +275,7 @@ class Shared:
         """For an input; used again by the next call, which comes after all peers have read it."""
         found = self._inputs.get(dtype)
         if found is None or found.numel() < m * k:
-            self.refuse_capture()
-            self.generation += 1
+            self._renew()
             have = 0 if found is None else found.numel()
             found = self._inputs[dtype] = self._addresses.empty((max(m * k, have + have // 4),), dtype)
         return found[: m * k].view(m, k)
@@ -298,7 +316,7 @@ class Shared:
 
     def _agree_there(self, meet: Meet, tensor: torch.Tensor | None) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
         name = 0 if tensor is None else self._addresses.short(tensor)
-        rows = meet((name, self._status.take_wrong_row()))
+        rows = meet(name)
         raise_wrong_rows([row[1] for row in rows])
         if tensor is None:
             return NO_TABLE, [row[2:] for row in rows]
@@ -368,7 +386,7 @@ class Shared:
         """Raises `NotSupported` if a graph is captured: what an operator, or a new shape, would need is not there."""
         if self.is_capturing():
             raise NotSupported(
-                f"{op} can't be captured in a graph: its output is new memory in every call"
+                f"{op} can't be captured in a graph: peers are told where its output lies"
                 if op
                 else "a graph is captured and this shape is new: call the operator once before the capture"
             )

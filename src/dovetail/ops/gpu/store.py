@@ -106,7 +106,7 @@ class Store(Shared):
         if meet is None:
             return made, *self._agree(text, made, numbers)
         name = self.SMALL if made is None else self._addresses.short(made)
-        rows = meet((name, self._status.take_wrong_row()))
+        rows = meet(name)
         raise_wrong_rows([row[1] for row in rows])
         names, told = [row[0] for row in rows], [row[2:] for row in rows]
         if names == [self.SMALL] * len(names):
@@ -345,7 +345,7 @@ class Store(Shared):
         if before is not None and before[self.group.rank] == mine:
             out = self._addresses.empty((local_batch, sum(before), dim), dtype)
             name = self._addresses.short(out)
-        rows = meet((name, self._status.take_wrong_row()))
+        rows = meet(name)
         raise_wrong_rows([row[1] for row in rows])
         every = self._tables_before = tuple(row[2] for row in rows)
         addresses = self._addresses.resolved([row[0] for row in rows])

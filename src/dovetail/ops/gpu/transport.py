@@ -51,7 +51,10 @@ def is_clear(g: OpsGroup, device: torch.device) -> bool:
         if (found := g.known.get((kind, device))) is not None and not found.is_quiet:
             return False
     store: Store | None = g.known.get(("store", device))
-    return not (is_capturing(device) if store is None else store.is_capturing())
+    try:
+        return not (is_capturing(device) if store is None else store.is_capturing())
+    except RuntimeError:
+        return False  # an error of the device: the long way tells it to the other ranks
 
 
 def check_all(g: OpsGroup, *, synchronize: bool) -> None:
@@ -97,14 +100,15 @@ def _run(
         words: what each rank learns from all others, up to two; or `splits`, what it sends and receives.
     """
 
-    def agree(names: Sequence[int]) -> list[tuple[int, ...]]:
+    def agree(name: int) -> list[tuple[int, ...]]:
         captured = store is not None and store.is_capturing()  # by all ranks, or by none
-        rows = g.agree(f"{c.text}, captured" if captured else c.text, (*names, *words), splits)
+        wrong_row = 0 if store is None else store.take_wrong_row()
+        rows = g.agree(f"{c.text}, captured" if captured else c.text, (name, wrong_row, *words), splits)
         return [(*row[:2], *(row[NUM_WORDS:] if splits else row[2 : 2 + len(words)])) for row in rows]
 
     store: Store | None = g.known.get(("store", c.device))
     if store is None:
-        agree((0, 0))  # before they make anything together
+        agree(0)  # before they make anything together
         store = store_of(g, c.device)
     store.meet = agree
     try:
