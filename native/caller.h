@@ -64,7 +64,8 @@ class World {
     return nb::cast(nb::ndarray<nb::pytorch, uint8_t>(arena_->base() + offset, {bytes}, owner));
   }
 
-  std::shared_ptr<Group> group(const std::vector<int>& ranks, int rank, uint64_t key, double timeout_s, int max_params) {
+  std::shared_ptr<Group> group(const std::vector<int>& ranks, int rank, uint64_t key, double timeout_s, int max_params, Group* base,
+                               const std::string& purpose) {
     std::vector<std::shared_ptr<Peer>> members;
     for (const int r : ranks) members.push_back(peers_.at(r));
     nb::gil_scoped_release free;
@@ -74,7 +75,7 @@ class World {
     };
     try {
       return std::make_shared<Group>(arena_, members, rank, key, static_cast<int64_t>(timeout_s * 1e9), max_params,
-                                     interrupted);
+                                     interrupted, base, purpose);
     } catch (const std::runtime_error&) {
       nb::gil_scoped_acquire hold;
       if (PyErr_Occurred()) throw nb::python_error();

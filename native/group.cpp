@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstring>
 #include <string>
 
 namespace dovetail {
@@ -56,40 +57,68 @@ void withdraw(Arena& arena, uint64_t entry) { arena.header()->directory[entry].k
 }  // namespace
 
 Group::Group(std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<Peer>> members, int rank, uint64_t key,
-             int64_t timeout, int max_params, const std::function<bool()>& interrupted)
+             int64_t timeout, int max_params, const std::function<bool()>& interrupted, Group* base, const std::string& purpose)
     : timeout_ns(timeout), arena_(std::move(arena)), members_(std::move(members)), controls_(members_.size()),
-      rank_(rank), max_params_(max_params) {
+      rank_(rank), max_params_(max_params), key_(key), kin_(base ? base->kin_ : std::make_shared<Kin>()) {
   block_ = arena_->alloc(Control::bytes(max_params));
   controls_[rank_] = reinterpret_cast<Control*>(arena_->base() + block_);
   entry_ = publish(*arena_, key, block_);
-  const int64_t deadline = now_ns() + timeout;
-  std::string why;
-  bool found = false;
-  // A rank that has found all others may not go on, and end, before all of them have found it.
-  for (int look = 0; why.empty(); ++look) {
-    std::string missing;
-    for (int r = 0; r < size(); ++r) {
-      if (!controls_[r]) controls_[r] = find_control(memory(r), key);
-      if (controls_[r] && (!found || controls_[r]->met.word.load(std::memory_order_acquire))) continue;
-      if (!missing.empty()) missing.push_back(',');
-      missing.append(std::to_string(r));
-      if (members_[r]->dead()) why = "dead:" + std::to_string(r);
-    }
-    if (missing.empty() && found) return;
-    if (missing.empty()) {
-      found = true;
-      mine()->met.word.store(1, std::memory_order_release);
-      continue;
-    }
-    if (why.empty() && now_ns() > deadline) why = "late:" + missing;
-    if (why.empty() && look % 100 == 99 && interrupted()) why = "interrupted";
-    timespec nap{0, 100000};
-    nanosleep(&nap, nullptr);
+  if (base) {
+    std::string text = purpose;
+    text.resize(kPurpose - 1);
+    std::memcpy(base->mine()->purpose, text.c_str(), kPurpose);
+    base->mine()->joining.word.store(key, std::memory_order_release);
+  }
+  const std::string why = join(interrupted, base);
+  if (base) base->mine()->joining.word.store(0, std::memory_order_release);
+  if (why.empty()) {
+    if (base) base->mine()->purpose[0] = 0;  // otherwise it stays, for the errors of others
+    std::lock_guard lock(kin_->mutex);
+    kin_->groups.push_back(this);
+    return;
   }
   // A peer may have found the block already: it stays, marked, so that what the peer does with it harms nobody.
   mine()->abort.word.store(abort_word(Abort::Late, rank_, rank_), std::memory_order_release);
   withdraw(*arena_, entry_);
   throw std::runtime_error(why);
+}
+
+// Until all members have joined. Returns why that can't be, or nothing.
+std::string Group::join(const std::function<bool()>& interrupted, Group* base) {
+  const int64_t begin = now_ns();
+  bool found = false;
+  // A rank that has found all others may not go on, and end, before all of them have found it.
+  for (int look = 0;; ++look) {
+    std::string missing;
+    const int64_t waited = now_ns() - begin;
+    for (int r = 0; r < size(); ++r) {
+      if (!controls_[r]) controls_[r] = find_control(memory(r), key_);
+      if (controls_[r] && (!found || controls_[r]->met.word.load(std::memory_order_acquire))) continue;
+      if (!missing.empty()) missing.push_back(',');
+      missing.append(std::to_string(r));
+      if (members_[r]->dead()) return "dead:" + std::to_string(r);
+    }
+    if (missing.empty() && found) return {};
+    if (missing.empty()) {
+      found = true;
+      mine()->met.word.store(1, std::memory_order_release);
+      continue;
+    }
+    if (base && base->abort()) return "broken:";
+    if (base && waited > patience_ns()) {
+      std::unique_lock lock(kin_->mutex);
+      const int r = member_elsewhere([this](int m) { return !controls_[m]; });
+      lock.unlock();
+      if (r >= 0) {
+        base->break_kin(r);
+        return "crossed:" + std::to_string(r);
+      }
+    }
+    if (waited > timeout_ns) return "late:" + missing;
+    if (look % 100 == 99 && interrupted()) return "interrupted";
+    timespec nap{0, 100000};
+    nanosleep(&nap, nullptr);
+  }
 }
 
 std::vector<Group::Other> Group::others() const {
@@ -102,6 +131,7 @@ std::vector<Group::Other> Group::others() const {
 // A peer may read this rank's scratch until it has finished the runs that this rank has finished, and poll its Control
 // block until it has closed the group too; each is freed when all peers are that far, or gone.
 Group::~Group() {
+  leave_kin();
   withdraw(*arena_, entry_);
   uint64_t last[kLanes];
   for (int lane = 0; lane < kLanes; ++lane) last[lane] = mine()->finished[lane].load(std::memory_order_acquire);
@@ -133,6 +163,44 @@ void Group::break_all(Abort code, int about) {
   }
 }
 
+// --- calls that have crossed ---------------------------------------------------------------------------------------------
+
+int64_t Group::patience_ns() const { return std::min<int64_t>(timeout_ns / 4, 5'000'000'000); }
+
+uint64_t Group::newest(int r) const {
+  uint64_t found = 0;
+  for (const Slot& s : controls_[r]->slots) found = std::max(found, s.run.load(std::memory_order_acquire));
+  return found;
+}
+
+// A member waits for this rank where it has entered a run that this rank has not begun, or joins what this rank does not.
+int Group::member_elsewhere(const std::function<bool(int)>& is_missing) const {
+  for (int r = 0; r < size(); ++r) {
+    if (r == rank_ || !is_missing(r)) continue;
+    for (const Group* g : kin_->groups)
+      if (g != this && g->newest(r) > g->begun()) return r;
+    const uint64_t key = kin_->groups.empty() ? 0 : kin_->groups.front()->control(r)->joining.word.load(std::memory_order_acquire);
+    const auto is_joined = [key](const Group* g) { return g->key_ == key; };
+    if (key && key != key_ && std::none_of(kin_->groups.begin(), kin_->groups.end(), is_joined)) return r;
+  }
+  return -1;
+}
+
+int Group::crossed(uint64_t run, int slot) const {
+  std::lock_guard lock(kin_->mutex);
+  return member_elsewhere([&](int r) { return controls_[r]->slots[slot].run.load(std::memory_order_acquire) != run; });
+}
+
+void Group::break_kin(int about) {
+  std::lock_guard lock(kin_->mutex);
+  for (Group* g : kin_->groups) g->break_all(Abort::Crossed, about);
+}
+
+void Group::leave_kin() {
+  std::lock_guard lock(kin_->mutex);
+  std::erase(kin_->groups, this);
+}
+
 int Group::dead_member(uint64_t run, int lane) const {
   for (int r = 0; r < size(); ++r)
     if ((closed(r) || members_[r]->dead()) && controls_[r]->finished[lane].load(std::memory_order_acquire) < run) return r;
@@ -149,6 +217,7 @@ bool Group::closed(int r) const {
 }
 
 void Group::close() {
+  leave_kin();
   uint64_t none = 0;
   mine()->abort.word.compare_exchange_strong(none, abort_word(Abort::Closed, rank_, rank_));
   if (running_.load(std::memory_order_acquire) == 0) mine()->acknowledged.word.store(1, std::memory_order_release);

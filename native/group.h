@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "arena.h"
@@ -30,13 +31,24 @@ struct Scratch {
   size_t bytes = 0;
 };
 
+class Group;
+
+// A group and its companions, which have the same members. A rank that is in a call of one of them, and waits there for a rank
+// that waits for it in another, would wait for ever: their calls have crossed.
+struct Kin {
+  std::mutex mutex;
+  std::vector<Group*> groups;  // the first has no base; one that is closed is not here any more
+};
+
 class Group {
  public:
   // `members[i]` is group rank i. Joins by publishing this rank's Control block under `key` and waiting for those of
   // all others; throws std::runtime_error naming the missing ranks after `timeout_ns`.
+  // A companion has a `base`, and says there what it is joined for; if members wait elsewhere meanwhile, the error names one.
   // `interrupted` is asked now and then while it waits.
   Group(std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<Peer>> members, int rank, uint64_t key,
-        int64_t timeout_ns, int max_params, const std::function<bool()>& interrupted);
+        int64_t timeout_ns, int max_params, const std::function<bool()>& interrupted, Group* base = nullptr,
+        const std::string& purpose = "");
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
@@ -53,9 +65,19 @@ class Group {
   void break_all(Abort code, int about);  // marks every member's block; the first word stays
   int dead_member(uint64_t run, int lane) const;  // one that is dead or has closed and had not finished this run, or -1
   bool closed(int r) const;
+  // A member that has not entered this run, and waits for this rank in a call of the group's kin; or -1.
+  int crossed(uint64_t run, int slot) const;
+  void break_kin(int about);  // the calls of this rank and another have crossed
+  int64_t patience_ns() const;  // how long calls may look crossed: threads of a rank may make them in any order
+  uint64_t newest(int r) const;  // the last run that a member has entered
+  const char* purpose(int r) const { return controls_[r]->purpose; }
   void close();  // marks this rank's own block: what peers still do without it goes on, what needs it fails
 
-  uint64_t next_run() { return ++last_run_; }
+  uint64_t next_run() {  // with the interpreter held: no other thread does
+    last_run_.store(begun() + 1, std::memory_order_relaxed);
+    return begun();
+  }
+  uint64_t begun() const { return last_run_.load(std::memory_order_relaxed); }
   const Scratch& scratch(int lane, size_t bytes);  // grows it; old rings stay until the group is gone
   void hold_unsettled(uint64_t inside);   // once freed, this block waits until no peer can write to it any more
   void entered() { running_.fetch_add(1, std::memory_order_relaxed); }
@@ -69,9 +91,12 @@ class Group {
     std::shared_ptr<Peer> peer;
     Control* control;
   };
+  std::string join(const std::function<bool()>& interrupted, Group* base);
   std::vector<Other> others() const;
   static bool settled(const Other& other);
   static bool gone(const Other& other);
+  int member_elsewhere(const std::function<bool(int)>& is_missing) const;  // with the kin's lock held
+  void leave_kin();
 
   std::shared_ptr<Arena> arena_;
   std::vector<std::shared_ptr<Peer>> members_;
@@ -79,7 +104,9 @@ class Group {
   int rank_, max_params_;
   uint64_t block_ = kNowhere;
   uint64_t entry_ = 0;  // in the directory
-  uint64_t last_run_ = 0;
+  uint64_t key_;
+  std::shared_ptr<Kin> kin_;
+  std::atomic<uint64_t> last_run_{0};
   std::atomic<int> running_{0};
   std::mutex mutex_;
   Scratch scratch_[kLanes];

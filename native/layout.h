@@ -17,6 +17,7 @@ inline constexpr int kLanes = 4;                            // runs of one group
 inline constexpr int kSignals = 512;                        // per lane and rank
 inline constexpr int kPosted = 3;                           // buffers that a slot names: input, output, scratch
 inline constexpr int kDirectory = 2048;                     // groups per rank over its life
+inline constexpr int kPurpose = 64;                       // bytes of a text
 inline constexpr int kValueBits = 20;                       // signal value = (run << kValueBits) + v
 
 using Word = std::atomic<uint64_t>;
@@ -43,12 +44,14 @@ inline constexpr uint32_t kOnHeap = 1;   // flag: all its tensors are on the hea
 inline constexpr uint32_t kStaged = 2;   // flag: its input is not, peers read the scratch ring
 
 // Group-wide end: who broke the group, and why. Any rank writes it into every member's block, once.
-enum class Abort : uint8_t { None = 0, Dead = 1, Late = 2, Closed = 3, Failed = 4 };
+enum class Abort : uint8_t { None = 0, Dead = 1, Late = 2, Closed = 3, Failed = 4, Crossed = 5 };
 
 struct Control {
   Line abort;                     // code | rank << 8 | reporter << 24; see abort_word()
   Line acknowledged;              // the owner has seen the abort and touches nobody's memory any more
   Line met;                       // the owner has found the blocks of all members
+  Line joining;                   // key of the companion of this group that the owner is joining, or 0
+  char purpose[kPurpose];         // what for, as text
   alignas(64) Word finished[kLanes];   // the last run of each lane that this rank has finished
   Word parked[kLanes];            // run << 32 | queue << 20 | step: where it waits, for a peer's error message
   Slot slots[2 * kLanes];

@@ -33,6 +33,21 @@ std::vector<T> rows_of(const nb::bytes& data) {
   return rows;
 }
 
+// What a rank has posted for the last run that it has entered: the call, and its input if that is on the heap.
+nb::dict slot_of(const Group& g, int r) {
+  Control& c = *g.control(r);
+  const uint64_t run = g.newest(r), lane = run % kLanes;
+  const int at = static_cast<int>(2 * lane + run / kLanes % 2);
+  const Slot& s = c.slots[at];
+  nb::dict d;
+  const int64_t* params = c.params(at, g.max_params());
+  d["call"] = s.call, d["size_bytes"] = s.size_bytes;
+  d["params"] = std::vector<int64_t>(params, params + std::min<int64_t>(s.num_params, g.max_params()));
+  const bool there = s.offset[0] != kNowhere && s.offset[0] + c.sizes[at][0] <= g.memory(r).bytes();
+  d["input"] = there ? nb::bytes(g.memory(r).base() + s.offset[0], c.sizes[at][0]) : nb::bytes("", 0);
+  return d;
+}
+
 std::shared_ptr<Program> make_program(int rank, int world, const nb::bytes& steps, const std::vector<int>& queues,
                                       const nb::bytes& sources, const std::vector<std::vector<int64_t>>& buffers,
                                       const std::vector<int64_t>& sizes, const std::vector<std::pair<int, int>>& signals,
@@ -73,12 +88,17 @@ NB_MODULE(_native, m) {
       .def_rw("delay_ns", &Group::delay_ns)
       .def("break_all", [](Group& g, int about) { g.break_all(Abort::Failed, about); })
       .def("close", &Group::close)
-      .def("closed", &Group::closed);
+      .def("closed", &Group::closed)
+      .def_prop_ro("begun", &Group::begun)
+      .def("newest", &Group::newest)
+      .def("slot", &slot_of)
+      .def("purpose", &Group::purpose);
   nb::class_<World>(m, "World")
       .def(nb::init<int, const std::vector<int>&, const std::vector<int>&, const std::vector<uint64_t>&, int, int>(), "rank"_a,
            "fds"_a, "pidfds"_a, "bytes"_a, "engines"_a, "spins"_a)
       .def("alloc", &World::alloc)
-      .def("group", &World::group, "ranks"_a, "rank"_a, "key"_a, "timeout_s"_a, "max_params"_a)
+      .def("group", &World::group, "ranks"_a, "rank"_a, "key"_a, "timeout_s"_a, "max_params"_a,
+           "base"_a.none() = nb::none(), "purpose"_a = "")
       .def("contains", &World::contains)
       .def("base", &World::base)
       .def("peer_dead", &World::peer_dead)

@@ -255,12 +255,17 @@ void Run::fail(Failure f) {
     const Abort code = static_cast<Abort>(word & 0xff);
     if (code == Abort::Dead) f.status = Status::Dead;
     if (code == Abort::Late) f.status = Status::Late;
+    if (code == Abort::Crossed) {
+      f.status = Status::Crossed;
+      if (f.about == group_->rank()) f.about = f.reporter;
+    }
   }
   f.states = look_around();
   failure_ = std::move(f);
   const Status status = failure_.status;
   if (status == Status::Dead) group_->break_all(Abort::Dead, failure_.about);
   if (status == Status::Late) group_->break_all(Abort::Late, failure_.about);
+  if (status == Status::Crossed) group_->break_kin(failure_.about);
   if (status == Status::Bounds || status == Status::Memory || status == Status::Planner)
     group_->break_all(Abort::Failed, failure_.about);
   if (group_->abort()) hold_buffers();
@@ -289,6 +294,10 @@ void Run::watch(int64_t now, bool look_for_dead) {
   }
   int64_t deadline = deadline_.load(std::memory_order_relaxed);
   if (!deadline) deadline_.store(deadline = now + group_->timeout_ns, std::memory_order_relaxed);
+  if (stage_.load(std::memory_order_acquire) == Stage::Entering && now - deadline + group_->timeout_ns > group_->patience_ns()) {
+    const int elsewhere = group_->crossed(run_, slot_);
+    if (elsewhere >= 0) return fail(failure(Status::Crossed, elsewhere, group_->rank()));
+  }
   if (now < deadline) return;
   Failure f = failure(Status::Late, entered ? -1 : group_->rank(), group_->rank());
   for (int r = 0; r < group_->size() && f.about < 0; ++r)

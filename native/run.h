@@ -38,7 +38,9 @@ struct Call {
   std::shared_ptr<Counter> counter = std::make_shared<Counter>();
 };
 
-enum class Status : int { Pending = 0, Done = 1, Dead = 2, Late = 3, Mismatch = 4, Broken = 5, Bounds = 6, Memory = 7, Planner = 8 };
+enum class Status : int {
+  Pending = 0, Done = 1, Dead = 2, Late = 3, Mismatch = 4, Broken = 5, Bounds = 6, Memory = 7, Planner = 8, Crossed = 9
+};
 
 // What a peer's slot showed when a run failed: later runs write over it.
 struct PeerState {

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dovetail import env
-from dovetail.coll.recipes import AS_INPUT, Collective, Shape, describe_call, recipe, word_of
+from dovetail.coll.recipes import AS_INPUT, Collective, Shape, recipe, word_of
 from dovetail.errors import DovetailError
 from dovetail.hw.capabilities import CPU
 from dovetail.hw.cpu import native
@@ -99,7 +99,7 @@ class Bound:
             return self._planner_error
         s = self.shape
         label = f"{s.collective.name.lower()} ({s.variant}, {s.size_bytes} bytes)"
-        return error_of(self.group, label, self.plans.get(failure["choice"]), failure, describe_call)
+        return error_of(self.group, label, self.plans.get(failure["choice"]), failure)
 
     def __repr__(self) -> str:
         return (

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dovetail.coll import choose
-from dovetail.coll.recipes import AS_INPUT, Recipe, Shape, describe_call, recipe, word_of
+from dovetail.coll.recipes import AS_INPUT, Recipe, Shape, recipe, word_of
 from dovetail.coll.work import Ticket
 from dovetail.errors import DovetailError, Timeout
 from dovetail.hw.cpu.executor import PlanRunner
@@ -71,7 +71,7 @@ class GpuBound:
             call=word_of(shape), size_bytes=0 if shape.uneven else shape.size_bytes, plan_of=self._plan,
             has_direct=self._recipe.direct is not None, scratch_heap=scratch(self._recipe.scratch_heap),
             scratch_ordinary=scratch(self._recipe.scratch_ordinary),
-            most_streams=1 if shape.variant == "b2b" else 2, describe=describe_call,
+            most_streams=1 if shape.variant == "b2b" else 2,
         )  # fmt: skip
         self.caller = GpuCall(group, spec)
 

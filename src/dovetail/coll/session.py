@@ -16,7 +16,7 @@ from typing import Any
 
 from dovetail import env
 from dovetail.coll import choose
-from dovetail.coll.recipes import VARIANTS
+from dovetail.coll.recipes import VARIANTS, describe_call
 from dovetail.errors import DovetailError
 from dovetail.hw.world import Group, World
 
@@ -55,7 +55,10 @@ def init(timeout: Any = None) -> Group:
     seconds = None if timeout is None else float(getattr(timeout, "total_seconds", lambda: timeout)())
     rank, size, token, local = _find_place()
     told = choose.notice(size)
-    session.world = World(rank, size, token=f"{token}-{session.count + 1}", notice=told, timeout_s=seconds, local=local)
+    token = f"{token}-{session.count + 1}"
+    session.world = World(
+        rank, size, token=token, notice=told, timeout_s=seconds, local=local, describe=describe_call
+    )  # fmt: skip
     session.count += 1
     session.group = session.world.group
     session.torch_groups = {}

@@ -20,12 +20,17 @@ from dovetail.plan.build import all_gather, rooted
 class Meeting:
     """All members of `group` make one together, with the same `size_bytes` and `name`."""
 
-    def __init__(self, group: Group, size_bytes: int, name: str) -> None:
+    def __init__(
+        self, group: Group, size_bytes: int, name: str, *, purpose: str, read: Callable[[bytes], str] | None = None
+    ) -> None:
+        """`purpose`: what the first meeting is for, as text; `read`: the call that a rank's bytes say, as text. Both
+        are for errors."""
         import torch
 
         self.group, self.size_bytes = group, size_bytes
         host = group.world
-        self._companion = host.new_group(group.ranks, name=f"{name} {group.name}")
+        self._companion = host.companion(group, name, purpose)
+        self._companion.read = read or (lambda _: purpose)
         mine = host.empty((size_bytes,), torch.uint8).zero_()
         everybody = host.empty((size_bytes * group.size,), torch.uint8)
         self._held = [mine, everybody]

@@ -12,20 +12,23 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from dovetail import env
-from dovetail.errors import DovetailError, HardwareError, NotSupported, PeerError, Timeout
+from dovetail.errors import DovetailError, HardwareError, MismatchError, NotSupported, PeerError, Timeout
 from dovetail.hw import memory, rendezvous
 from dovetail.hw.cpu import native
+from dovetail.hw.slots import Describe, describe_plan
 
 if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger("dovetail")
 
+#: Why a group ended, in its abort word: its ranks wait for each other in different calls.
+CROSSED = 5
 #: Spins before a waiting rank yields its core: long when every rank has one, short when they must share.
 _SPINS_ALONE = 4000
 _SPINS_SHARED = 5
@@ -43,7 +46,9 @@ class World:
         notice: bytes = b"",
         timeout_s: float | None = None,
         local: bool = True,
+        describe: Describe = describe_plan,
     ) -> None:
+        """`describe`: reads what ranks post of collectives, if there are some."""
         if not 0 <= rank < size:
             raise ValueError(f"rank must be in 0..{size - 1}, not {rank}")
         self.rank, self.size, self.token = rank, size, token
@@ -57,6 +62,7 @@ class World:
         self._native: Any = None
         self.memory_bytes: list[int] = []  #: of each rank's part of the heap
         self.gpu: Any = None  #: the GPU side of this rank, `hw.gpu.world.GpuWorld`, once a GPU is used
+        self.describe = describe
         if local:
             self._meet(notice)
         _worlds.add(self)
@@ -98,7 +104,16 @@ class World:
 
     def new_group(self, ranks: Sequence[int], *, name: str = "") -> Group:
         """A group of some ranks. Every member calls this, in the same order for equal `ranks`; others don't."""
-        members = tuple(ranks)
+        return self._made(tuple(ranks), name, lambda name: Group(self, tuple(ranks), name))
+
+    def companion(self, base: Group, name: str, purpose: str) -> Group:
+        """A further group of the same ranks, for calls of another sort. Where a rank waits in one of them for a rank
+        that waits for it in another, both get a `MismatchError`. `purpose`: what is done first in it, for that error.
+        """
+        full = f"{name} {base.name}"
+        return self._made(base.ranks, full, lambda name: Group(self, base.ranks, name, base=base, purpose=purpose))
+
+    def _made(self, members: tuple[int, ...], name: str, make: Callable[[str], Group]) -> Group:
         if len(set(members)) != len(members) or not all(0 <= r < self.size for r in members) or not members:
             raise ValueError(f"ranks must be different and in 0..{self.size - 1}, not {list(members)}")
         if self.rank not in members:
@@ -111,7 +126,7 @@ class World:
             if counted:
                 self._counts[members] = self._counts.get(members, 0) + 1
         try:
-            made = Group(self, members, name)
+            made = make(name)
         except BaseException:
             if counted:
                 self._counts[members] -= 1  # who tries again meets the others under the same name
@@ -184,10 +199,17 @@ class World:
 class Group:
     """Ranks that call collectives together; `rank` and `size` are this process's place among them."""
 
-    def __init__(self, world: World, ranks: tuple[int, ...], name: str) -> None:
+    def __init__(
+        self, world: World, ranks: tuple[int, ...], name: str, *, base: Group | None = None, purpose: str = ""
+    ) -> None:
+        """`base`, `purpose`: see `World.companion`."""
         self.world, self.ranks, self.name = world, ranks, name
+        #: A group and its companions.
+        self.kin: list[Group] = [] if base is None else base.kin
+        #: Reads the call out of what a rank posts as its input; without it the slot says what it is.
+        self.read: Callable[[bytes], str] | None = None
         self.rank, self.size = ranks.index(world.rank), len(ranks)
-        self.timeout_s = world.timeout_s
+        self.timeout_s: float = world.timeout_s if base is None else base.timeout_s
         self.calls: dict[Any, Any] = {}  #: bound calls by shape; filled and read by `dovetail.coll`
         self.tables: dict[Any, Any] = {}  #: native tables from tensors to bound calls, likewise
         self.fast: dict[Any, dict[str, Any]] = {}  #: collective -> variant -> the method of such a table
@@ -199,16 +221,18 @@ class Group:
         self.ops: Any = None  #: its operators' side, `ops.group.OpsGroup`, once a fused operator is called in it
         self._error: DovetailError | None = None
         if world.local:
-            self.native = self._join()
+            self.native = self._join(base, purpose)
+        self.kin.append(self)
 
-    def _join(self) -> Any:
+    def _join(self, base: Group | None, purpose: str) -> Any:
         key = int.from_bytes(
             hashlib.blake2b(repr((self.world.token, self.ranks, self.name)).encode(), digest_size=8).digest(), "little"
         )
         try:
             return self.world.native.group(
-                ranks=list(self.ranks), rank=self.rank, key=key or 1, timeout_s=self.timeout_s, max_params=4 * self.size
-            )
+                ranks=list(self.ranks), rank=self.rank, key=key or 1, timeout_s=self.timeout_s,
+                max_params=4 * self.size, base=None if base is None else base.native, purpose=purpose,
+            )  # fmt: skip
         except MemoryError as error:
             raise HardwareError(str(error)) from error
         except RuntimeError as error:
@@ -217,6 +241,10 @@ class Group:
                 raise PeerError(f"rank {who} died before it joined group {self}", rank=int(who)) from None
             if how == "late":
                 raise Timeout(f"rank {who} did not join group {self} within {self.timeout_s:g} s") from None
+            if base is not None and how == "crossed":
+                raise base.crossed([int(who)], purpose) from None
+            if base is not None and how == "broken":
+                raise base.broken_by_others(purpose) from None
             raise
 
     @property
@@ -227,6 +255,47 @@ class Group:
     def set_broken(self, error: DovetailError) -> None:
         """Remembers the first error that broke the group."""
         self._error = self._error or error
+
+    def saying(self, rank: int) -> str:
+        """The call that a member is in, or has made last in this group, as text."""
+        slot = self.native.slot(rank)
+        if self.read is not None and slot["input"]:
+            return self.read(slot["input"])
+        return self.world.describe(slot, self.size)
+
+    def crossed(self, about: Sequence[int], mine: str = "") -> DovetailError:
+        """The error of calls that have crossed: this rank waits in one for a member that waits for it in another.
+
+        Args:
+            about: ranks, one of which is such a member.
+            mine: this rank's call; without it that which it has made last in this group.
+        """
+        calls = {self.rank: mine or self.saying(self.rank)}
+        for r in about:
+            if r != self.rank and len(calls) == 1 and (text := self._elsewhere(r, joins=bool(mine))):
+                calls[r] = text
+        text = f"the ranks of {self.kin[0]} wait for each other in different calls; nothing was moved"
+        error = MismatchError(f"{text}. The group is broken: make a new one", calls=calls)
+        for g in self.kin:
+            g.set_broken(error)
+        return error
+
+    def _elsewhere(self, rank: int, *, joins: bool) -> str:
+        """The call in which a member waits for this rank, which `joins` a companion of this group or is in a run."""
+        for g in self.kin:
+            if (g is not self or joins) and g.native is not None and g.native.newest(rank) > g.native.begun:
+                return g.saying(rank)
+        return str(self.kin[0].native.purpose(rank))
+
+    def broken_by_others(self, mine: str = "") -> DovetailError:
+        """The error of a group that another rank has broken."""
+        word = self.native.abort
+        code, about, reporter = word & 0xFF, word >> 8 & 0xFFFF, word >> 24 & 0xFFFF
+        if code == CROSSED:
+            return self.crossed([about, reporter], mine)
+        error = PeerError(f"the group failed on rank {reporter}", rank=reporter)
+        self.set_broken(error)
+        return error
 
     def set_timeout(self, seconds: float) -> None:
         """How long a silent rank is waited for, from the next call on."""
@@ -255,6 +324,8 @@ class Group:
         self.tables.clear()
         self.fast.clear()
         self.barriers.clear()
+        if self in self.kin:
+            self.kin.remove(self)
         self.world._groups.pop((self.ranks, self.name), None)
 
     def __enter__(self) -> Group:

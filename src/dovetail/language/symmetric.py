@@ -66,7 +66,10 @@ class Addresses:
         device = indexed(device)
         self.group, self.device = group, device
         self._gpu = gpu_world(group.world, device.index) if device.type != "cpu" else None
-        self._meeting = Meeting(group, MOST_TENSORS * _NAME_BYTES + NOTE_BYTES, f"addresses on {device.type}")
+        self._meeting = Meeting(
+            group, MOST_TENSORS * _NAME_BYTES + NOTE_BYTES, f"addresses on {device.type}",
+            purpose="to exchange addresses of tensors",
+        )  # fmt: skip
         # Memory that was in an exchange, by how it was named, for each rank: its number, and where it begins here.
         self._numbers: list[dict[tuple[int, bytes], int]] = [{} for _ in range(group.size)]
         self._bases: list[list[int]] = [[] for _ in range(group.size)]

@@ -53,7 +53,9 @@ class OpsGroup:
         self.group = group
         size = group.size
         self._head, self._words = struct.Struct(f"<q{_TEXT_BYTES}s"), struct.Struct(f"<{NUM_WORDS + 2 * size + 2}q")
-        self._meeting = Meeting(group, self._head.size + self._words.size, "ops")
+        self._meeting = Meeting(
+            group, self._head.size + self._words.size, "ops", purpose="its first operator", read=self._read
+        )
         self._texts: dict[tuple[str, str], bytes] = {}
         self.transport = ""  #: of the call that is being made: ranks must have the same one
         self._no_splits = (0,) * (2 * size)
@@ -213,12 +215,15 @@ class OpsGroup:
                     text = f"rank {i} sends {sent} rows to rank {j}, which expects {expected}; nothing was moved"
                     raise MismatchError(text, calls=calls)
 
+    def _read(self, slot: bytes) -> str:
+        """What a rank called, or why it refused that."""
+        return str(self._head.unpack_from(slot)[1].rstrip(b"\0").decode(errors="replace"))
+
     def _mismatch(self, slots: bytes) -> DovetailError:
         kinds, texts = [], []
         for at in range(0, len(slots), self._meeting.size_bytes):
-            kind, text = self._head.unpack_from(slots, at)
-            kinds.append(kind)
-            texts.append(text.rstrip(b"\0").decode(errors="replace"))
+            kinds.append(self._head.unpack_from(slots, at)[0])
+            texts.append(self._read(slots[at:]))
         if _REFUSED in kinds:
             rank = kinds.index(_REFUSED)
             return MismatchError(

@@ -17,11 +17,11 @@ from dovetail.hw.cpu import native
 from dovetail.hw.cpu.failure import error_of
 from dovetail.hw.cpu.program import compile_plan
 from dovetail.hw.layout import layout_of
+from dovetail.hw.slots import PLAN_CALL
 from dovetail.hw.world import Group
 from dovetail.plan.check import check
 from dovetail.plan.plan import ABSENT, Plan, SignalKind
 
-_PLAN_CALL = 0xFF  # no collective has this number
 AS_SEEN = -1  #: of the native `meet`
 _DIRECT = 0
 
@@ -87,7 +87,7 @@ class PlanRunner:
         self._caller: Any = module.Caller(
             world=group.world.native,
             group=group.native,
-            word=_PLAN_CALL | plan.fingerprint() << 8,
+            word=PLAN_CALL | plan.fingerprint() << 8,
             size_bytes=0,
             num_user=len(self._names),
             input=self._layout.input,
@@ -147,7 +147,7 @@ class PlanRunner:
 
     def error(self, failure: dict[str, Any]) -> DovetailError:
         """The error of a failed run."""
-        return error_of(self.group, f"plan {self.plan.name}", self.plan, failure, _describe)
+        return error_of(self.group, f"plan {self.plan.name}", self.plan, failure)
 
     def __enter__(self) -> PlanRunner:
         return self
@@ -164,8 +164,3 @@ def _let_go(_: tuple[Any, ...]) -> None:
 
 def _no_planner(_: int) -> None:
     return None
-
-
-def _describe(state: dict[str, Any], size: int) -> str:
-    word = state["call"]
-    return f"a plan (fingerprint {word >> 8:x})" if word & 0xFF == _PLAN_CALL else f"collective number {word & 0xFF}"

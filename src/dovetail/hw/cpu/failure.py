@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from dovetail.errors import DovetailError, HardwareError, MismatchError, PeerError, Timeout
@@ -10,22 +9,20 @@ from dovetail.hw.cpu.program import body_of
 from dovetail.hw.world import Group
 from dovetail.plan.plan import Plan
 
-DEAD, LATE, MISMATCH, BROKEN, BOUNDS, MEMORY, PLANNER = range(2, 9)
+DEAD, LATE, MISMATCH, BROKEN, BOUNDS, MEMORY, PLANNER, CROSSED = range(2, 10)
 _CLOSED, _FAILED = 3, 4
 
 
-Describe = Callable[[dict[str, Any], int], str]
-"""Turns what a slot shows (`call`, `size_bytes`, `params`) and the size of the group into the text of a call."""
-
-
-def error_of(group: Group, label: str, plan: Plan | None, failure: dict[str, Any], describe: Describe) -> DovetailError:
+def error_of(group: Group, label: str, plan: Plan | None, failure: dict[str, Any]) -> DovetailError:
     """The error of a failed run. One that broke the group is remembered: later calls raise it again."""
     status, about = failure["status"], failure["about"]
     what = f"{label}, run {failure['run']} on {group}"
     if status == MISMATCH:
-        return _mismatch(group, plan, failure, describe)
+        return _mismatch(group, plan, failure)
     if group.broken is not None:
         return group.broken
+    if status == CROSSED:
+        return group.crossed([about, failure["reporter"]])
     where = _where(group, plan, failure)
     error: DovetailError
     if status == DEAD:
@@ -53,14 +50,14 @@ def error_of(group: Group, label: str, plan: Plan | None, failure: dict[str, Any
     return error
 
 
-def _mismatch(group: Group, plan: Plan | None, failure: dict[str, Any], describe: Describe) -> DovetailError:
+def _mismatch(group: Group, plan: Plan | None, failure: dict[str, Any]) -> DovetailError:
     a, b = failure["param_a"], failure["param_b"]
     splits = plan is not None and a >= 0
     shown = (
         {plan.params[a].rank, plan.params[b].rank} if plan is not None and splits else {group.rank, failure["about"]}
     )
     states = {r: failure["states"][r] for r in shown}
-    calls = {r: describe(state, group.size) for r, state in states.items()}
+    calls = {r: group.world.describe(state, group.size) for r, state in states.items()}
     if plan is None or not splits:
         return MismatchError(f"the ranks of {group} do not make the same call; nothing was moved", calls=calls)
 

@@ -18,12 +18,13 @@ from dovetail import env
 from dovetail.errors import DovetailError, HardwareError, MismatchError, NotSupported
 from dovetail.hw.gpu.bind import Place
 from dovetail.hw.gpu.execution import Execution, Launch, Where
-from dovetail.hw.gpu.group import NUM_WORDS, Describe, GpuGroup, Post
+from dovetail.hw.gpu.group import NUM_WORDS, GpuGroup, Post
 from dovetail.hw.gpu.program import compile_plan
 from dovetail.hw.gpu.ticket import GpuTicket
 from dovetail.hw.gpu.words import WordTable
 from dovetail.hw.gpu.world import ADOPTED, NOWHERE
 from dovetail.hw.layout import Layout, layout_of, numbered
+from dovetail.hw.slots import PLAN_CALL
 from dovetail.plan import passes
 from dovetail.plan.check import check
 from dovetail.plan.plan import ABSENT, AT_RUN, Plan, Role
@@ -51,7 +52,6 @@ class Spec:
     scratch_heap: int = 0  #: bytes that a rank with heap tensors gives to a staged plan
     scratch_ordinary: int = 0
     most_streams: int = 2
-    describe: Describe
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ class GpuCall:
 
     def _agree(self, made: _Made, gathered: bytes, staged: bool, gated: bool) -> _Known:
         """From everybody's slots to what runs: the same verdict on every rank. Remembered for the next such call."""
-        slots = self.group.agreed(gathered, self.spec.describe)
+        slots = self.group.agreed(gathered)
         self._torchs_own(slots)
         direct = self.spec.has_direct and bool(slots["on_heap"].all())
         choice = DIRECT if direct else STAGED_ORDINARY if staged else STAGED_HEAP
@@ -208,10 +208,9 @@ class GpuCall:
             adopted = slots["how"][:, k] == ADOPTED
             if adopted.any() and not adopted[given].all():
                 ranks = np.flatnonzero(adopted).tolist()
-                state, describe = self.group.state, self.spec.describe
                 raise MismatchError(
                     f"ranks {ranks} pass tensors of torch's symmetric memory, the others do not: all must, or none",
-                    calls={r: describe(state(slots, r), len(slots)) for r in range(len(slots))},
+                    calls=self.group.calls_of(slots, range(len(slots))),
                 )
 
     def _post(self, buffers: Sequence[tuple[int, int]], params: Sequence[int]) -> tuple[bytes, bool]:
@@ -240,12 +239,10 @@ class GpuCall:
         for a, b in plan.equal:
             if values[a] != values[b]:
                 sender, receiver = plan.params[a].rank, plan.params[b].rank
-                state = self.group.state
-                shown = {r: self.spec.describe(state(slots, r), plan.world) for r in sorted({sender, receiver})}
                 raise MismatchError(
                     f"{plan.params[a].name} of rank {sender} is {values[a]} bytes, but {plan.params[b].name} of rank "
                     f"{receiver} is {values[b]}; nothing was moved",
-                    calls=shown,
+                    calls=self.group.calls_of(slots, {sender, receiver}),
                 )
         return values
 
@@ -332,8 +329,8 @@ class GpuRunner:
         self._names = [plan.buffers[n].name for n in layout_of(plan).user]
         self._sizes = {b.name: b.sizes[group.group.rank] for b in plan.buffers}
         spec = Spec(
-            call=0xFF | plan.fingerprint() << 8, size_bytes=0, plan_of=lambda _: plan, has_direct=True,
-            scratch_ordinary=0, most_streams=most_streams, describe=_describe_plan,
+            call=PLAN_CALL | plan.fingerprint() << 8, size_bytes=0, plan_of=lambda _: plan, has_direct=True,
+            scratch_ordinary=0, most_streams=most_streams,
         )  # fmt: skip
         self._call = GpuCall(group, spec)
 
@@ -359,8 +356,3 @@ class GpuRunner:
     def close(self) -> None:
         """Waits for the last run, bounded by its deadline."""
         self._call.close()
-
-
-def _describe_plan(state: dict[str, Any], size: int) -> str:
-    word = state["call"]
-    return f"a plan (fingerprint {word >> 8:x})" if word & 0xFF == 0xFF else f"collective {word & 0xFF}"

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -75,9 +75,6 @@ class Closable(Protocol):
     def close(self) -> None: ...
 
 
-Describe = Callable[[dict[str, Any], int], str]
-
-
 class GpuGroup:
     """The GPU side of a `Group`. All members make one together."""
 
@@ -92,8 +89,9 @@ class GpuGroup:
         self._scratch: list[tuple[int, int]] = []
         self.calls: weakref.WeakSet[Closable] = weakref.WeakSet()  #: closed with the group
         host = group.world
-        self._companion = host.new_group(group.ranks, name=f"gpu {group.name}")
+        self._companion = host.companion(group, "gpu", "its first call with GPU tensors, or its first plan on GPUs")
         self._slot = slot_type(group.size)
+        self._companion.read = self._said
         n = self._slot.itemsize
         self._mine = host.empty((n,), torch.uint8)
         self._all = host.empty((n * group.size,), torch.uint8)
@@ -154,7 +152,7 @@ class GpuGroup:
         self.world.runs = max(self.world.runs, self.runs)
         return self._there.tobytes()
 
-    def agreed(self, gathered: bytes, describe: Describe) -> NDArray[np.void]:
+    def agreed(self, gathered: bytes) -> NDArray[np.void]:
         """The slots, if all ranks made the same call.
 
         Raises:
@@ -165,16 +163,21 @@ class GpuGroup:
         same = (slots["call"] == mine["call"]) & (slots["size_bytes"] == mine["size_bytes"])
         same &= slots["num_params"] == mine["num_params"]
         if not same.all():
-            shown = {self.group.rank, int(np.argmin(same))}
-            calls = {r: describe(self.state(slots, r), self.group.size) for r in sorted(shown)}
+            calls = self.calls_of(slots, {self.group.rank, int(np.argmin(same))})
             raise MismatchError(f"the ranks of {self.group} do not make the same call; nothing was moved", calls=calls)
         return slots
 
-    def state(self, slots: NDArray[np.void], rank: int) -> dict[str, Any]:
-        """What a slot shows, for messages."""
-        s = slots[rank]
-        params = s["params"][: int(s["num_params"])].tolist()
-        return {"call": int(s["call"]), "size_bytes": int(s["size_bytes"]), "params": params}
+    def calls_of(self, slots: NDArray[np.void], ranks: Iterable[int]) -> dict[int, str]:
+        """What these ranks called, for messages."""
+        return {r: self._text(slots[r]) for r in sorted(ranks)}
+
+    def _said(self, posted: bytes) -> str:
+        return self._text(np.frombuffer(posted, self._slot)[0])
+
+    def _text(self, slot: NDArray[np.void]) -> str:
+        params = slot["params"][: int(slot["num_params"])].tolist()
+        shown = {"call": int(slot["call"]), "size_bytes": int(slot["size_bytes"]), "params": params}
+        return self.group.world.describe(shown, self.group.size)
 
     def gone(self, *, waiting: bool) -> DovetailError | None:
         """The error if a member has died or failed, or has closed the group while this rank waits for its words.
