@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from dovetail.overlap import ideal
-from dovetail.overlap.policy import NEAR, Prediction, candidates, choose
+from dovetail.overlap.estimate import Prediction
+from dovetail.overlap.policy import NEAR, candidates, choose
 from dovetail.overlap.strategy import ALL, BY_ENGINES, PARTITIONED, Setting, Strategy
 from dovetail.overlap.tables import LOCAL, Beside, ByCores, BySize, Tables
 from dovetail.overlap.tasks import Bound, Mover, Traffic
