@@ -224,9 +224,9 @@ class Recorded:
         self.outputs: list[torch.Tensor] = []
         launch, empty = store._launch, store._addresses.empty
 
-        def launched(kernel: Any, blocks: Any, held: Any, *args: Any, then: Any = None) -> Any:
-            self.launches.append((kernel, args, then))
-            return launch(kernel, blocks, held, *args, then=then)
+        def launched(kernel: Any, blocks: Any, held: Any, first: Any, *rest: Any, then: Any = None, **more: Any) -> Any:
+            self.launches.append((kernel, (*first, *rest), then))
+            return launch(kernel, blocks, held, first, *rest, then=then, **more)
 
         def poisoned(shape: Any, dtype: torch.dtype) -> torch.Tensor:
             made: torch.Tensor = empty(shape, dtype)

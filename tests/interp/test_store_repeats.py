@@ -234,6 +234,99 @@ def _a_time_limit_that_was_changed_holds(group: Any) -> str:
 
 
 @_case
+def _kernels_wait_as_long_as_the_limit_that_is_in_force(group: Any) -> str:
+    """Their bound is an argument: the first other call puts a new limit in force where ranks meet, not there."""
+    from dovetail.ops.gpu.launcher import Launcher
+
+    x, w, bounds, real = torch.ones(2 * group.size, 8), torch.ones(5, 8), [], Launcher.launch
+
+    def noted(self: Any, launch: Any, first: Any) -> Any:
+        bounds.append(next(a for a in launch.rest if a in wanted))
+        return real(self, launch, first)
+
+    limits = (lib.TIMEOUT_S, 2 * lib.TIMEOUT_S, lib.TIMEOUT_S)
+    wanted = {round(seconds * 5_000): seconds for seconds in limits}  # looks of the interpreter in a second
+    Launcher.launch = noted  # type: ignore[method-assign]
+    try:
+        with _counted() as short:
+            for seconds in limits:
+                group.set_timeout(seconds)
+                lib.call("matmul_reduce_scatter", group, x, w)
+                for _ in range(3):
+                    if wrong := lib.works(group):
+                        return wrong
+                found = [wanted[bound] for bound in bounds]
+                if found != [seconds] * len(found):
+                    return f"with {seconds} s kernels waited {found}"
+                bounds.clear()
+    finally:
+        Launcher.launch = real  # type: ignore[method-assign]
+    return "" if len(short) >= 5 else f"short were {short}"
+
+
+@_case
+def _a_call_that_began_at_an_odd_address_is_not_the_model_of_others(group: Any) -> str:
+    """A kernel that takes any address is slower: calls of aligned tensors do not go by it."""
+    x, w = torch.ones(2, 8), torch.ones(5, 8)
+    odd = torch.ones(17)[1:].view(2, 8)
+    with _counted() as short:
+        for _ in range(3):
+            lib.call("gemv_all_reduce", group, odd, w)
+        made = len(lib.only_store(group).repeats)
+        for _ in range(4):
+            out = lib.call("gemv_all_reduce", group, x, w)
+    wrong = lib.differs(out, torch.full((2, 5), 8.0 * group.size))
+    return wrong or ("" if (made, len(short)) == (0, 3) else f"{made} were made of odd ones, {len(short)} were short")
+
+
+@_case
+def _memory_of_this_rank_alone_is_not_held(group: Any) -> str:
+    """torch keeps it for the stream: held until a kernel has ended, outputs of a host that is ahead would add up."""
+    from dovetail.ops.gpu.launcher import Launcher
+
+    x, w, held, real = torch.ones(2 * group.size, 8), torch.ones(5, 8), [], Launcher._launched
+
+    def keeping(self: Any, kernel: Any, args: Any, kept: Any, then: Any) -> Any:
+        held.append(kept)  # as where no kernel has ended yet
+        return real(self, kernel, args, kept, then)
+
+    outputs: list[weakref.ref[torch.Tensor]] = []
+    Launcher._launched = keeping  # type: ignore[method-assign]
+    try:
+        with _counted() as short:
+            for _ in range(4):
+                for op in ("matmul_reduce_scatter", "all_gather_matmul", "gemv_all_reduce"):
+                    outputs.append(weakref.ref(lib.call(op, group, x, w)))
+    finally:
+        Launcher._launched = real  # type: ignore[method-assign]
+    lib.only_store(group).launcher.latest = None
+    gc.collect()
+    alive = sum(output() is not None for output in outputs)
+    return "" if not alive and len(short) >= 6 else f"{alive} of {len(outputs)} are alive, short were {short}"
+
+
+@_case
+def _what_is_made_in_inference_mode_serves_later_calls(group: Any) -> str:
+    """Memory that is kept is written to in place by calls that come after it."""
+    from dovetail import ops
+
+    world, rank = group.size, group.rank
+    values, offsets, table = torch.zeros(world, dtype=torch.int64), torch.arange(world + 1), torch.ones(4, 4)
+    for inference in (True, False, True, False):
+        with torch.inference_mode(inference):
+            for run in range(3):
+                xs = [lib.numbers(r, run, 2 * world, 8, dtype=torch.float32) for r in range(world)]
+                ws = [lib.numbers(r, run + 50, 5, 8, dtype=torch.float32) for r in range(world)]
+                out = lib.call("all_gather_matmul", group, xs[rank], ws[rank])
+                pooled = ops.embedding_all_to_all([table], values, offsets, group=group, transport="store")
+                wrong = lib.differs(out, lib.product(torch.cat(xs), ws[rank]))
+                wrong = wrong or lib.differs(pooled, torch.ones(1, world, 4)) or lib.works(group, run=run)
+                if wrong:
+                    return f"inference mode {inference}, run {run}: {wrong}"
+    return ""
+
+
+@_case
 def _a_wrong_row_that_is_reported_meanwhile_is_told(group: Any) -> str:
     """An embedding's kernel ends while ranks meet for a call like an earlier one, and some rank says something new."""
     from dovetail import ops

@@ -16,7 +16,7 @@ import dovetail
 from dovetail.coll import arguments, gpu
 from dovetail.errors import MismatchError, NotSupported, PlanError, Timeout
 from dovetail.hw.cpu.executor import PlanRunner
-from dovetail.hw.gpu import symmetric
+from dovetail.hw.gpu import symmetric, tensors
 from dovetail.hw.gpu.call import GpuRunner
 from dovetail.hw.gpu.heap import Heap
 from dovetail.hw.gpu.world import GpuWorld, world_of
@@ -255,12 +255,12 @@ def test_the_edges_of_a_rank(ready: Ready, world: int) -> None:
             with pytest.raises(NotSupported, match=text):
                 GpuWorld(SimpleNamespace(local=local, size=2), SimpleNamespace(caps=caps, name="poor"))  # type: ignore[arg-type]
         out, inp = pair_of(4, g)
-        gpu.is_capturing, asked = lambda: True, gpu.is_capturing
+        tensors.is_capturing, asked = lambda _: True, tensors.is_capturing
         try:
             with pytest.raises(NotSupported, match="current stream is capturing a graph"):
                 dovetail.all_gather_into_tensor(out, inp, variant="pcpy")
         finally:
-            gpu.is_capturing = asked
+            tensors.is_capturing = asked
         dovetail.barrier()
         if g.rank == 1:
             time.sleep(0.1)  # the other's call is seen not to be issued

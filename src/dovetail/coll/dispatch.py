@@ -84,8 +84,9 @@ def _flat(tensors: tuple[Any, ...]) -> list[Any]:
 def _on_gpu(r: Request, backend: str, index: int, async_op: bool, armed: bool) -> Any:
     """The same for tensors on a GPU. All ranks are on GPUs, or none is: the slots of a call say so."""
     from dovetail.coll import gpu
+    from dovetail.hw.gpu import tensors
 
-    if gpu.is_capturing():  # before anything is made: a capture would be spoilt by it
+    if tensors.is_capturing(index):  # before anything is made: a capture would be spoilt by it
         if r.requested == "torch":
             return _on_baseline(r, "asked for", async_op, armed)
         if r.requested == "auto":

@@ -50,12 +50,6 @@ def group_of(group: Group, backend: str, index: int) -> GpuGroup:
     return found
 
 
-def is_capturing() -> bool:
-    """True if torch's current stream is capturing a graph."""
-    cuda: Any = torch.cuda
-    return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())
-
-
 class GpuBound:
     """A shape on the GPUs of a group. Made once per shape; the counterpart of `bound.Bound`."""
 

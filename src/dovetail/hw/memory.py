@@ -1,8 +1,12 @@
-"""How much memory can still be had, so that a large allocation fails with an error and not by the kernel's killer."""
+"""How much memory can still be had, so that a large allocation fails with an error and not by the kernel's killer; and
+memory that outlives the call that it is made in.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from typing import Any
 
 from dovetail.errors import HardwareError
 
@@ -20,6 +24,14 @@ def require(size_bytes: int) -> None:
         raise HardwareError(
             f"no memory for {size_bytes} bytes of heap: {left} bytes are available on this machine (or container)"
         )
+
+
+def lasting() -> contextlib.AbstractContextManager[Any]:
+    """Around tensors that later calls write to: one that is made in torch's inference mode could not be written to
+    outside of it."""
+    import torch
+
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
 
 
 def available_bytes() -> int | None:

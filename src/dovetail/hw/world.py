@@ -145,11 +145,12 @@ class World:
             return torch.empty(tuple(shape), dtype=dtype)
         size_bytes = items * dtype.itemsize
         memory.require(size_bytes)
-        try:
-            raw: torch.Tensor = self.native.alloc(size_bytes)
-        except MemoryError as error:
-            raise HardwareError(str(error)) from error
-        return raw.view(dtype).view(tuple(shape))
+        with memory.lasting():
+            try:
+                raw: torch.Tensor = self.native.alloc(size_bytes)
+            except MemoryError as error:
+                raise HardwareError(str(error)) from error
+            return raw.view(dtype).view(tuple(shape))
 
     @property
     def used_bytes(self) -> int:

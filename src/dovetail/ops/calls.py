@@ -82,6 +82,11 @@ class Product(Call):
         return self.x.dtype
 
     @property
+    def fixed_splits(self) -> tuple[int, ...] | None:
+        """Rows that are sent, then received, where there are some; None if a call like this one may have others."""
+        return ()
+
+    @property
     def text(self) -> str:
         return _product_text(self.op, self.rows, self.k, self.n, self.dtype)
 
@@ -103,6 +108,10 @@ class GemmAllToAll(Product):
     send: tuple[int, ...]
     receive: tuple[int, ...]
     even: bool  #: no splits were given: all ranks have as many rows
+
+    @property
+    def fixed_splits(self) -> tuple[int, ...] | None:
+        return (*self.send, *self.receive) if self.even else None
 
     @property
     def text(self) -> str:

@@ -32,6 +32,11 @@ _NOTHING: tuple[bytes, list[tuple[int, ...]]] = (b"", [])
 T = TypeVar("T")
 
 
+class WrongRow(IndexError):
+    """An earlier call of some rank had a row number out of range. All ranks raise it where they meet for the next one,
+    of which nothing was moved."""
+
+
 @runtime_checkable
 class Fails(Protocol):
     """What a group keeps that other ranks may wait in."""
@@ -46,6 +51,23 @@ class Ends(Protocol):
     def end(self) -> None: ...
 
 
+class _Call:
+    """Around a call that all ranks make, from when they may meet for it on. What it raises breaks the group, since the
+    others would wait for this rank; unless all ranks raise it and nothing was moved."""
+
+    __slots__ = ("_group",)
+
+    def __init__(self, group: OpsGroup) -> None:
+        self._group = group
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._group.transport = ""
+        if error is not None and not isinstance(error, (MismatchError, WrongRow)):
+            self._group.fail(error)
+
+
 class OpsGroup:
     """The operators' side of a `Group` on one host. All members make one together."""
 
@@ -58,6 +80,7 @@ class OpsGroup:
         )
         self._texts: dict[tuple[str, str], bytes] = {}
         self.transport = ""  #: of the call that is being made: ranks must have the same one
+        self._call = _Call(self)
         self._no_splits = (0,) * (2 * size)
         self.blocks, self.peers = Blocks(group.world), Peers(group.world)
         self._bases = [int(group.world.native.base(r)) for r in group.ranks]
@@ -75,6 +98,11 @@ class OpsGroup:
         self.meetings = 0  #: exchanges so far; halves of stages are used in turn by it
         self.known: dict[Any, Any] = {}  #: what transports keep for shapes seen before
         self.quick: dict[Any, Any] = {}  #: products that were run before, see `quick`
+
+    def calling(self, transport: str) -> _Call:
+        """Around a call by this transport."""
+        self.transport = transport
+        return self._call
 
     def checked(self, make: Callable[[], T]) -> T:
         """What `make` returns. If it refuses its arguments, the other ranks are told, and it is raised here."""

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from dovetail.coll.registry import registry
-from dovetail.errors import MismatchError
 from dovetail.hw.cpu import native
 from dovetail.hw.world import Group
 from dovetail.ops import calls, unfused
@@ -63,11 +62,8 @@ def learn(
 
 
 def _learn_lookup(ranks: OpsGroup, call: calls.EmbeddingAllToAll, choice: Choice, transport: str) -> None:
-    ranks.transport = choice.transport
-    try:
+    with ranks.calling(choice.transport):
         repeated = lookups.Repeated.of(ranks, call)
-    finally:
-        ranks.transport = ""
     if repeated is not None:
         known = ranks.quick.setdefault(_LOOKUPS, {})
         if len(known) >= _MOST_LOOKUPS:
@@ -95,16 +91,9 @@ def run_lookup(
     found = known.get(_lookup_key(tables, offsets, mode, transport))
     if found is None:
         return None
-    repeated, ranks.transport, tally = found
-    try:
+    repeated, by, tally = found
+    with ranks.calling(by):
         out: torch.Tensor | None = repeated(tables, values, offsets)
-    except MismatchError:
-        raise  # all ranks have it, and nothing was moved
-    except BaseException as error:
-        ranks.fail(error)  # others would wait for this rank
-        raise
-    finally:
-        ranks.transport = ""
     tally[0] += out is not None
     return out
 
@@ -130,16 +119,11 @@ def run(
         return None
     if known.on_gpu and not transport_on_gpu.is_clear(ranks, x.device):
         return None
-    try:
+    with ranks.calling(known.choice.transport):
+        known.tally[0] += 1
         if (repeated := known.repeated) is not None and (out := repeated(x, w)) is not None:
-            known.tally[0] += 1
             return out  # type: ignore[no-any-return]
         return _run(ranks, known, x, w)
-    except (MismatchError, IndexError):
-        raise  # all ranks have it, and nothing was moved; a row out of range was of an earlier call
-    except BaseException as error:
-        ranks.fail(error)  # others would wait for this rank
-        raise
 
 
 def is_autocast() -> bool:
@@ -164,14 +148,12 @@ def _takes(call: calls.Product, receive: Any, send: Any) -> bool:
 
 def _run(ranks: OpsGroup, known: Known, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     call = known.call
-    call.x, call.w, ranks.transport = x, w, known.choice.transport
-    known.tally[0] += 1
+    call.x, call.w = x, w
     try:
         out = known.forward(ranks, call)
         known.repeated = _repeated(ranks, known)
         return out
     finally:
-        ranks.transport = ""
         call.forget()
 
 

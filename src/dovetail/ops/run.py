@@ -14,7 +14,6 @@ import torch
 
 from dovetail.coll.arguments import backend_of, usable
 from dovetail.coll.registry import registry
-from dovetail.errors import MismatchError
 from dovetail.hw.world import Group
 from dovetail.ops import calls, choose, quick, unfused
 from dovetail.ops.choose import Choice
@@ -64,20 +63,11 @@ def performed(group: Group, call: calls.Call, choice: Choice) -> torch.Tensor:
     if (call.op, choice.transport) not in _said:
         _said.add((call.op, choice.transport))
         log.info("rank %d: %s runs %s (%s)", group.rank, call.text, *choice)
-    ranks = ops_group(group) if group.world.local else None
-    if ranks is not None:
-        ranks.transport = choice.transport
-    try:
-        return unfused.run(group, call) if ranks is None else _forward(call, choice.transport)(ranks, call)
-    except (MismatchError, IndexError):
-        raise  # all ranks have it, and nothing was moved; a row out of range was of an earlier call
-    except BaseException as error:
-        if ranks is not None:
-            ranks.fail(error)  # others would wait for this rank
-        raise
-    finally:
-        if ranks is not None:
-            ranks.transport = ""
+    if not group.world.local:
+        return unfused.run(group, call)
+    ranks = ops_group(group)
+    with ranks.calling(choice.transport):
+        return _forward(call, choice.transport)(ranks, call)
 
 
 def check(group: Group, *, synchronize: bool = False) -> None:

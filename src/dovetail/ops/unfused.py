@@ -118,11 +118,8 @@ class Repeated:
     @staticmethod
     def of(g: OpsGroup, c: calls.Product) -> Repeated | None:
         """For a call that was just made; None if it can't be, or if its splits may be others each time."""
-        splits: tuple[int, ...] = ()
-        if isinstance(c, calls.GemmAllToAll):
-            if not c.even:
-                return None
-            splits = (*c.send, *c.receive)
+        if (splits := c.fixed_splits) is None:
+            return None
         same = g.same(c.text, (), splits)
         return None if same is None else Repeated(same, g.group, copy.copy(c))
 

@@ -114,11 +114,12 @@ class Heap:
         address = self.alloc(size_bytes)
         self._tensors[address] = self._sizes[address][0]
         give_back = functools.partial(self._give_back, address)
-        if self.kind is Kind.DEVICE:
-            raw = tensors.on_device(address, size_bytes, self.device.index, give_back)
-        else:
-            raw = tensors.on_host(address, size_bytes, give_back)
-        return raw.view(dtype).view(tuple(shape))
+        with memory.lasting():
+            if self.kind is Kind.DEVICE:
+                raw = tensors.on_device(address, size_bytes, self.device.index, give_back)
+            else:
+                raw = tensors.on_host(address, size_bytes, give_back)
+            return raw.view(dtype).view(tuple(shape))
 
     def alloc(self, size_bytes: int) -> int:
         """The address of a block; raises `HardwareError` when the memory is full."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -51,3 +52,34 @@ def current_stream(device: int) -> int:
     # torch's short way takes 0.2 us, the public one 4 (pytorch/pytorch#78165).
     raw: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     return int(torch.cuda.current_stream(device).cuda_stream) if raw is None else raw(device)
+
+
+def is_capturing(device: int | None = None) -> bool:
+    """Whether torch's current stream on a device, by default the current one, captures a graph."""
+    import torch
+
+    cuda: Any = torch.cuda
+    if not cuda.is_initialized():
+        return False
+    if device is None or device == cuda.current_device():
+        return bool(cuda.is_current_stream_capturing())
+    with cuda.device(device):
+        return bool(cuda.is_current_stream_capturing())
+
+
+def recorded(device: int) -> Any:
+    """An event behind what torch's current stream on a device has to do."""
+    import torch
+
+    cuda: Any = torch.cuda
+    event = cuda.Event()
+    event.record(_stream(device, current_stream(device)))
+    return event
+
+
+@functools.lru_cache(maxsize=64)
+def _stream(device: int, raw: int) -> Any:
+    """torch's object for its current stream, `raw`: to ask for it takes longer than to record an event."""
+    import torch
+
+    return torch.cuda.current_stream(device)

@@ -21,15 +21,18 @@ import torch
 from numpy.typing import NDArray
 
 from dovetail.errors import DovetailError, MismatchError, NotSupported
+from dovetail.hw import memory
 from dovetail.hw.cpu import native
+from dovetail.hw.gpu import tensors
 from dovetail.hw.world import Group
 from dovetail.language import Addresses, Symmetric
 from dovetail.language.symmetric import gpu_world, indexed
 from dovetail.ops.gpu import tiles
-from dovetail.ops.gpu.launcher import Launcher
+from dovetail.ops.gpu.launcher import Again, Launcher
 from dovetail.ops.gpu.status import WRONG_ROW, Status
-from dovetail.ops.gpu.tables import Tables, is_capturing
+from dovetail.ops.gpu.tables import Tables
 from dovetail.ops.gpu.tiles import Blocks
+from dovetail.ops.group import WrongRow
 
 log = logging.getLogger("dovetail")
 
@@ -121,6 +124,8 @@ class Shared:
         #: How ranks meet for the call that is being made: takes the name of this rank's memory, returns what each rank
         #: said: that, what it found in `take_wrong_row`, and more. Without it they meet for addresses only.
         self.meet: Meet | None = None
+        #: How this rank's memory was named there; None if some rank's was new to the others.
+        self.named: int | None = None
         #: Calls that can be made again in few steps, as long as the memory that calls share stays what it is.
         self.repeats: weakref.WeakSet[Repeats] = weakref.WeakSet()
         self._tables_before: tuple[int, ...] | None = None  # of embeddings, of each rank, in the last call
@@ -248,6 +253,7 @@ class Shared:
         if self.group.broken is not None:
             raise self.group.broken
         self.check_late()
+        self.named = None
         self.launcher.begin()
 
     def _state(self, kind: Hashable, *sizes: int, dtype: torch.dtype = torch.int64) -> State:
@@ -266,7 +272,8 @@ class Shared:
             )
         words, *items = wanted
         signals = Symmetric(self.group, (words,), torch.int64, self.device)
-        local = torch.zeros(LOCAL_WORDS, dtype=torch.int64, device=self.device)
+        with memory.lasting():
+            local = torch.zeros(LOCAL_WORDS, dtype=torch.int64, device=self.device)
         stage, result = (Symmetric(self.group, (n,), dtype, self.device) if n else None for n in items)
         made = self._states[kind] = State(signals, local, stage, result, (words, items[0], items[1]))
         return made
@@ -298,7 +305,7 @@ class Shared:
 
         Raises:
             MismatchError: they do not make the same call; nothing was moved.
-            IndexError: an earlier call of some rank had a row number out of range; nothing was moved.
+            WrongRow: an earlier call of some rank had a row number out of range; nothing was moved.
         """
         if self.meet is not None:
             return self._agree_there(self.meet, tensor)
@@ -315,14 +322,14 @@ class Shared:
         return table, [row[1:] for row in rows]
 
     def _agree_there(self, meet: Meet, tensor: torch.Tensor | None) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
-        name = 0 if tensor is None else self._addresses.short(tensor)
+        name = self.named = 0 if tensor is None else self._addresses.short(tensor)
         rows = meet(name)
         raise_wrong_rows([row[1] for row in rows])
         if tensor is None:
             return NO_TABLE, [row[2:] for row in rows]
         addresses = self._addresses.resolved([row[0] for row in rows])
         if addresses is None:  # memory of some rank is new to the others
-            addresses = self._addresses.exchange([tensor])[0][:, 0]
+            addresses, self.named = self._addresses.exchange([tensor])[0][:, 0], None
         return self._tables.of(addresses), [row[2:] for row in rows]
 
     def _row_tiles(
@@ -369,18 +376,20 @@ class Shared:
         return self._status.words[WRONG_ROW:]
 
     def _launch(
-        self, kernel: Any, blocks: Blocks, held: Any, *args: Any, then: Callable[[], torch.Tensor] | None = None
+        self, kernel: Any, blocks: Blocks, held: Any, first: Sequence[torch.Tensor], *rest: Any,
+        then: Callable[[], torch.Tensor] | None = None, again: Again | None = None,
     ) -> torch.Tensor | None:  # fmt: skip
-        """Launches on torch's current stream, and does `then` behind it; `held` is what must stay until both are over
-        (`Launcher.run`)."""
-        made = self.launcher.run(kernel, self.programs, blocks, held, args, then)
+        """Launches on torch's current stream, and does `then` behind it; `held` is what must stay until both are over.
+        `Launcher.run` says what the arguments are."""
+        again = again if self.named is not None else None  # memory of some rank may be new to the others again
+        made = self.launcher.run(kernel, self.programs, blocks, held, first, rest, then=then, again=again)
         if self._interpreted:
             self.check_late()
         return made
 
     def is_capturing(self) -> bool:
         """Whether torch's current stream captures a graph."""
-        return is_capturing(self.device)
+        return self.launcher.is_capturing
 
     def refuse_capture(self, op: str = "") -> None:
         """Raises `NotSupported` if a graph is captured: what an operator, or a new shape, would need is not there."""
@@ -407,7 +416,7 @@ def prepare(group: Group, device: torch.device) -> bool:
             f"kernels for {device.type} tensors with TRITON_INTERPRET={int(interpreted)}: they run on a GPU, or on CPU "
             "tensors under Triton's interpreter"
         )
-    if is_capturing(device):
+    if not interpreted and tensors.is_capturing(indexed(device).index):
         raise NotSupported("a graph is captured and this operator is new: call it once before the capture")
     if not interpreted:
         gpu_world(group.world, indexed(device).index)
@@ -442,7 +451,7 @@ def raise_wrong_rows(places: Sequence[int]) -> None:
     """All ranks raise what one has reported: 1 + the place of a value, or 0."""
     for rank, place in enumerate(places):
         if place:
-            raise IndexError(
+            raise WrongRow(
                 f"values[{place - 1}] of rank {rank} was not a row of its table in an earlier call; nothing was pooled "
                 "for it then, and nothing was moved now"
             )

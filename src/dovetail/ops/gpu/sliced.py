@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from dovetail.coll import arguments, gpu
+from dovetail.hw import memory
 from dovetail.hw.gpu import tensors
 from dovetail.hw.gpu.call import GpuRunner
 from dovetail.hw.gpu.driver import WORD, WRITE
@@ -152,7 +153,8 @@ class Memory:
         self.cores = self.group.world.device.driver.num_multiprocessors(index)
         self._patterns: dict[Any, Sliced] = {}
         #: Set by a kernel to 1 + the place of a value that names no row of its table.
-        self.wrong = torch.zeros(1, dtype=torch.int64, pin_memory=device.type != "cpu")
+        with memory.lasting():
+            self.wrong = torch.zeros(1, dtype=torch.int64, pin_memory=device.type != "cpu")
         self._scratch: dict[str, torch.Tensor] = {}
         self._sums = torch.empty(0, dtype=torch.float32, device=device)
 

@@ -26,6 +26,7 @@ import torch
 from dovetail.errors import MismatchError, NotSupported
 from dovetail.ops.gpu import tiles
 from dovetail.ops.gpu.bags import DTYPES, check_bags
+from dovetail.ops.gpu.launcher import Again
 from dovetail.ops.gpu.shared import NO_TABLE, Meet, Rows, Shared, raise_wrong_rows
 from dovetail.ops.gpu.tiles import Blocks, Order
 
@@ -88,9 +89,10 @@ class Store(Shared):
 
         if n:
             copy = self._launch(
-                gemm_all_to_all_kernel, rows.blocks, (out, table, state, rows),
-                x, w, table, rows.tiles, rows.segments, *self._words(state, rows.counters), rank, world, n, k,
-                _tl(x.dtype), *self._shape(rows, n, k, x.dtype), then=out.clone if made is None else None,
+                gemm_all_to_all_kernel, rows.blocks, (made, table, state, rows), (x, w),
+                table, rows.tiles, rows.segments, *self._words(state, rows.counters), rank, world, n, k,
+                _tl(x.dtype), *self._shape(rows, n, k, x.dtype),
+                then=out.clone if made is None else None, again=Again(_both) if made is None else None,
             )  # fmt: skip
             return out if copy is None else copy
         return out
@@ -110,6 +112,7 @@ class Store(Shared):
         raise_wrong_rows([row[1] for row in rows])
         names, told = [row[0] for row in rows], [row[2:] for row in rows]
         if names == [self.SMALL] * len(names):
+            self.named = self.SMALL
             return None, NO_TABLE, told
         if made is None:
             made = self._addresses.empty(shape, dtype)
@@ -144,35 +147,33 @@ class Store(Shared):
         x, w = self._begin("all_gather_matmul", x, w)
         world, rank = self.group.size, self.group.rank
         (m, k), n = x.shape, w.shape[0]
-        if not self.is_placed(x):
-            x = self._scratch(m, k, x.dtype).copy_(x)
-        table, _ = self._agree(f"all_gather_matmul(x [{m}, {k}], w [.., {k}], {x.dtype})", x, ())
+        place = None if self.is_placed(x) else self._scratch(m, k, x.dtype)
+        there = x if place is None else place
+        table, _ = self._agree(f"all_gather_matmul(x [{m}, {k}], w [.., {k}], {x.dtype})", there, ())
         if not m:  # on all ranks; n = 0 may be this one's only, and the others need its signals
             return x.new_empty((0, n)), x.new_empty((0, k))
         state = self._state(("all_gather_matmul",), 2 * world)
         if copy is None:
             copy = self._copies(m, n, k, x.dtype)
-        y = torch.empty((world * m, n), dtype=x.dtype, device=self.device)
-        gathered = torch.empty((world * m, k) if copy else (0, k), dtype=x.dtype, device=self.device)
+        shape, all_rows = (world * m, n), (world * m if copy else 0, k)
+
+        def first(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            if place is not None:
+                place.copy_(x)
+            return w, x.new_empty(shape), x.new_empty(all_rows)
+
+        w, y, gathered = given = first(x, w)
         key = ("all_gather_matmul", copy)
         rows = self._row_tiles(key, (m,) * world, n, k, x.dtype, order=order, num_counters=2 * world)
         from dovetail.ops.kernels.fused_gemm import all_gather_matmul_kernel
 
         self._launch(
-            all_gather_matmul_kernel, rows.blocks, (x, y, gathered, table, state, rows),
-            w, y, gathered, table, rows.tiles, rows.segments, *self._words(state, rows.counters), rank, world, m, n, k,
+            all_gather_matmul_kernel, rows.blocks, (there, table, state, rows), given,
+            table, rows.tiles, rows.segments, *self._words(state, rows.counters), rank, world, m, n, k,
             _tl(x.dtype), *self._shape(rows, n, k, x.dtype), copy, 4096,
+            again=None if place is None else Again(first, result=1),
         )  # fmt: skip
         return y, gathered
-
-    def place_of(self, x: torch.Tensor, n: int) -> tuple[torch.Tensor, int, bool] | None:
-        """Where `all_gather_matmul` puts an x like this one in a call that was made before, how peers are told, and if
-        they copy its rows before they multiply them. None if they read it where it lies."""
-        (m, k), place = x.shape, self._inputs.get(x.dtype)
-        if self.is_placed(x) or place is None or place.numel() < m * k:
-            return None
-        mine = place[: m * k].view(m, k)
-        return mine, self._addresses.short(mine), self._copies(m, n, k, x.dtype)
 
     def _copies(self, m: int, n: int, k: int, dtype: torch.dtype) -> bool:
         """Whether rows of peers are copied here first, if nobody says."""
@@ -204,18 +205,23 @@ class Store(Shared):
             return x.new_empty((m, n))
         num_slices = -(-m // height)
         state = self._state(kind, *sizes, dtype=x.dtype)
-        out = torch.empty((m, n), dtype=x.dtype, device=self.device)
+        shape = m, n
+
+        def first(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return x, w, x.new_empty(shape)
+
+        given = first(x, w)
         rows = self._row_tiles(kind, (m,) * world, n, k, x.dtype, order=order, slice_rows=height)
         from dovetail.ops.kernels.fused_gemm import matmul_reduce_scatter_kernel
 
         assert state.stage is not None
         self._launch(
-            matmul_reduce_scatter_kernel, rows.blocks, (out, state, rows),
-            x, w, out, state.stage.table, rows.tiles, rows.slice_tiles, rows.segments,
+            matmul_reduce_scatter_kernel, rows.blocks, (state, rows), given,
+            state.stage.table, rows.tiles, rows.slice_tiles, rows.segments,
             *self._words(state, rows.counters), rank, world, num_slices, height, m, n, k,
-            _tl(x.dtype), *self._shape(rows, n, k, x.dtype), 16, 256,
+            _tl(x.dtype), *self._shape(rows, n, k, x.dtype), 16, 256, again=Again(first, result=2),
         )  # fmt: skip
-        return out
+        return given[2]
 
     def _reduce_scatter_state(
         self, m: int, n: int, k: int, dtype: torch.dtype, slice_rows: int | None = None
@@ -249,11 +255,11 @@ class Store(Shared):
         assert state.result is not None
         result: torch.Tensor = state.result.tensor[: m * n].view(m, n)
         out = self._launch(
-            gemv_all_reduce_kernel, blocks, (state, counter),
-            x, w, state.result.table, state.stage.table, *self._words(state, counter), rank, world, m, n, k,
+            gemv_all_reduce_kernel, blocks, (state, counter), (x, w),
+            state.result.table, state.stage.table, *self._words(state, counter), rank, world, m, n, k,
             _tl(x.dtype), blocks.height, blocks.width, blocks.depth,
             n % blocks.width == 0, k % blocks.depth == 0, _precision(x.dtype), self._interpreted,
-            Order(order) is Order.REMOTE, then=result.clone,
+            Order(order) is Order.REMOTE, then=result.clone, again=Again(_both),
         )  # fmt: skip
         assert out is not None
         return out
@@ -327,8 +333,8 @@ class Store(Shared):
         signals, local, counters, status, bound = self._words(state, rows.counters)
         self._launch(
             embedding_all_to_all_kernel, blocks,
-            (out, tuple(weights), values, offsets, scales, places, sizes, table, state, rows),
-            places, sizes, values, offsets, scales, table, rows.tiles, rows.segments, signals, local, counters,
+            (out, places, sizes, table, state, rows), (places, sizes, values, offsets, scales),
+            table, rows.tiles, rows.segments, signals, local, counters,
             self._wrong_row, status, bound, rank, world, sum(tables_of_rank[:rank]), num_tables, len(weights), batch,
             dim, _tl(dtype), bags, depth, block, mode == "mean", per_sample_weights is not None, self._interpreted,
             self.programs,
@@ -404,6 +410,10 @@ class Store(Shared):
             b.height, b.width, b.depth, b.group, self.programs,
             rows.even, n % b.width == 0, k % b.depth == 0, _precision(dtype), self._interpreted,
         )  # fmt: skip
+
+
+def _both(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return x, w
 
 
 def _tl(dtype: torch.dtype) -> Any:

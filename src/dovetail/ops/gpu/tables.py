@@ -1,11 +1,10 @@
-"""Tables of addresses on a device, made on the host when a call needs them; and what torch's streams tell about order.
+"""Tables of addresses on a device, made on the host when a call needs them.
 
 Owns their memory. A table is found again by what is in it, and a kernel that may still read one must hold it.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from dovetail.errors import NotSupported
+from dovetail.hw import memory
 from dovetail.hw.gpu import tensors
 
 _CHUNK_WORDS = 1 << 14
@@ -41,13 +41,13 @@ class Tables:
         here, there = self._found.get(key) or self._made(key)
         if self._device.type == "cpu":
             return there
-        if is_capturing(self._device):
+        if tensors.is_capturing(self._device.index):
             if key not in self._copied:
                 there.copy_(here, non_blocking=True)
                 self._captured.append(here)
         elif key not in self._copied:
             there.copy_(here, non_blocking=True)
-            self._copied[key] = recorded(self._device)
+            self._copied[key] = tensors.recorded(self._device.index)
         elif (event := self._copied[key]) is not None:
             if event.query():
                 self._copied[key] = None
@@ -60,38 +60,21 @@ class Tables:
         return self._chunk is not None and self._left >= words
 
     def _made(self, key: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        if not is_capturing(self._device) and len(self._found) >= _MOST_TABLES:
+        capturing = self._device.type != "cpu" and tensors.is_capturing(self._device.index)
+        if not capturing and len(self._found) >= _MOST_TABLES:
             self._found.clear()
             self._copied.clear()
             self._chunk = None
         if self._chunk is None or self._left < len(key):
-            if is_capturing(self._device):
+            if capturing:
                 raise NotSupported("no room for a table of addresses while a graph is captured: call it once before")
             self._left = max(_CHUNK_WORDS, len(key))
-            words = torch.zeros(self._left, dtype=torch.int64, pin_memory=self._device.type != "cpu")
-            self._chunk = words, words.to(self._device)
+            with memory.lasting():
+                words = torch.zeros(self._left, dtype=torch.int64, pin_memory=self._device.type != "cpu")
+                self._chunk = words, words.to(self._device)
         end = len(self._chunk[0]) - self._left + len(key)
         here, there = (words[end - len(key) : end] for words in self._chunk)
         self._left -= len(key) + len(key) % 2
         here.copy_(torch.tensor(key, dtype=torch.int64))
         self._found[key] = here, there
         return here, there
-
-
-def recorded(device: torch.device) -> Any:
-    """An event behind what torch's current stream has to do."""
-    cuda: Any = torch.cuda
-    event = cuda.Event()
-    event.record(_current_stream(device.index, tensors.current_stream(device.index)))
-    return event
-
-
-@functools.lru_cache(maxsize=64)
-def _current_stream(index: int, raw: int) -> Any:
-    """torch's object for its current stream, `raw`: to ask for it takes longer than to record an event."""
-    return torch.cuda.current_stream(index)
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Whether torch's current stream captures a graph."""
-    return device.type != "cpu" and bool(torch.cuda.is_current_stream_capturing())

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dovetail.errors import NotSupported
+from dovetail.hw.gpu import tensors
 from dovetail.ops import calls
 from dovetail.ops.gpu import sliced
 from dovetail.ops.gpu.bags import check_table
-from dovetail.ops.gpu.tables import is_capturing
 from dovetail.ops.group import NUM_WORDS, OpsGroup
 
 if TYPE_CHECKING:
@@ -52,7 +52,9 @@ def is_clear(g: OpsGroup, device: torch.device) -> bool:
             return False
     store: Store | None = g.known.get(("store", device))
     try:
-        return not (is_capturing(device) if store is None else store.is_capturing())
+        if store is None:
+            return device.type == "cpu" or not tensors.is_capturing(device.index)
+        return not store.is_capturing()
     except RuntimeError:
         return False  # an error of the device: the long way tells it to the other ranks
 
