@@ -1,6 +1,7 @@
 """What the runner does around the ranks: a missing baseline, a failing rank, the C figure, cores and load."""
 
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -124,3 +125,26 @@ def test_load_of_others_is_a_share(tmp_path: Path) -> None:
     stat.write_text("cpu  900000000 0 0 5 5 0 0 0 0 0\n")
     assert others.share() == 1.0
     assert Others(tmp_path / "none").share() is None
+
+
+@pytest.mark.skipif(len(cores.allowed()) < 2, reason="there is one CPU only")
+def test_threads_of_a_baseline_are_not_bound_with_their_rank() -> None:
+    """gloo's are begun with the process group, in a process that is bound to one core."""
+    before = cores.allowed()
+    found: list[tuple[int, ...]] = []
+
+    def begin() -> None:
+        thread = threading.Thread(target=lambda: found.append(cores.allowed()))
+        thread.start()
+        thread.join()
+
+    try:
+        os.sched_setaffinity(0, before[:1])
+        with cores.on(before):
+            begin()
+        begin()
+        with cores.on(()):
+            begin()
+    finally:
+        os.sched_setaffinity(0, before)
+    assert found == [before, before[:1], before[:1]]

@@ -72,7 +72,9 @@ def run(spec: Spec, progress: Progress | None = None, placement: Placement | Non
     mpi = _open_mpi(notes) if "openmpi" in spec.baselines else None
     if mpi is None:
         spec = replace(spec, baselines=tuple(name for name in spec.baselines if name != "openmpi"))
-    spec = replace(spec, share_cores=spec.ranks > cores.usable(), began_s=time.monotonic())
+    spec = replace(
+        spec, share_cores=spec.ranks > cores.usable(), cpus=cores.allowed(), began_s=time.monotonic()
+    )  # fmt: skip
     others = Others()
     with tempfile.TemporaryDirectory(prefix="dovetail-bench-") as name:
         folder = Folder(Path(name))

@@ -51,6 +51,8 @@ class Spec:
     """A contender that is this many times slower than the fastest in the first few calls is not called again."""
     share_cores: bool = False
     """Whether ranks outnumber cores; the runner knows."""
+    cpus: tuple[int, ...] = ()
+    """CPUs of the run, on each of which threads of a baseline may be; the runner knows."""
     gpus: int = 0
     """GPUs that the ranks have, which they share in turn if there are fewer than ranks; the runner knows."""
     began_s: float = 0.0

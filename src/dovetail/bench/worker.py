@@ -48,7 +48,10 @@ class Worker:
         store = FileStore(str(folder.store), spec.ranks)
         limit = timedelta(seconds=limit_s)
         kind = placement.group_backend(spec)
-        dist.init_process_group(kind, store=store, rank=rank, world_size=spec.ranks, timeout=limit)
+        # This process is bound to a core; gloo's own threads are not, as under torchrun. On this one core they would
+        # have to wait for whatever else runs there.
+        with cores.on(spec.cpus):
+            dist.init_process_group(kind, store=store, rank=rank, world_size=spec.ranks, timeout=limit)
         self._group: Group | None = None
         if spec.variants:
             import dovetail

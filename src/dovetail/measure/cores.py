@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from dovetail.measure import cgroup
@@ -35,3 +37,22 @@ def bind(rank: int) -> None:
     """Bind this process to one core, as ``mpirun --bind-to core`` does; ranks beyond the cores share them."""
     available = physical()
     os.sched_setaffinity(0, available[rank % len(available)])
+
+
+@contextlib.contextmanager
+def on(cpus: Collection[int]) -> Iterator[None]:
+    """Threads that begin meanwhile may run on any of these, wherever this one is bound; none: where this one may."""
+    if not cpus:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def allowed() -> tuple[int, ...]:
+    """The CPUs that this process may run on; none where the system does not tell."""
+    return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()

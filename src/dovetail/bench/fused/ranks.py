@@ -165,11 +165,11 @@ def _rank(name: str, spec: RankSpec) -> tuple[list[Row], list[str]]:
     began = time.monotonic()
     group, folder = dovetail.init(), Folder(Path(name))
     rank, ranks = group.rank, group.size
-    threads = _bind(rank, ranks)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     limit = timedelta(seconds=env.timeout_s())
     store = FileStore(str(folder.store), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
+    threads = _bind(rank, ranks)  # not gloo's own, which have begun: they run where there is room, as under torchrun
     line = start.StartLine(
         folder.start, rank, ranks, share_cores=ranks > cores.usable(), timeout_s=env.timeout_s()
     )  # fmt: skip
