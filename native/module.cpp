@@ -29,7 +29,7 @@ template <class T>
 std::vector<T> rows_of(const nb::bytes& data) {
   if (data.size() % sizeof(T)) throw std::invalid_argument("table of the wrong layout");
   std::vector<T> rows(data.size() / sizeof(T));
-  std::memcpy(rows.data(), data.c_str(), data.size());
+  if (!rows.empty()) std::memcpy(rows.data(), data.c_str(), data.size());
   return rows;
 }
 
@@ -125,19 +125,23 @@ NB_MODULE(_native, m) {
       .def("start", &Caller::start, "pointers"_a, "bytes"_a, "params"_a, "gated"_a, "on_finish"_a.none())
       .def("failure", &Caller::failure)
       .def_prop_ro("counter", &Caller::counter);
+  nb::class_<Meets>(m, "Meets")
+      .def(nb::init<nb::object, std::vector<uint64_t>, std::vector<int64_t>, nb::bytes, nb::bytes>(), "caller"_a, "pointers"_a,
+           "bytes"_a, "mine"_a, "seen"_a);
+  nb::class_<Stages>(m, "Stages").def(
+      "__init__",
+      [](Stages* made, int rank, std::vector<uint64_t> first, std::vector<uint64_t> second) {
+        new (made) Stages{rank, {std::move(first), std::move(second)}};
+      },
+      "rank"_a, "first"_a, "second"_a);
   nb::class_<Repeat>(m, "Repeat")
-      .def(nb::init<nb::object, std::vector<uint64_t>, std::vector<int64_t>, nb::bytes, nb::bytes, int, std::vector<uint64_t>,
-                    std::vector<uint64_t>, uint64_t, uint64_t, bool, int>(),
-           "caller"_a, "pointers"_a, "bytes"_a, "mine"_a, "seen"_a, "rank"_a, "first"_a, "second"_a, "part"_a, "step"_a,
-           "sums"_a, "dtype"_a)
+      .def(nb::init<Meets, Stages, uint64_t, uint64_t, bool, int>(), "meets"_a, "stages"_a, "part"_a, "step"_a, "sums"_a, "dtype"_a)
       .def("send", &Repeat::send)
       .def("run", &Repeat::run)
       .def("multiply", &Repeat::multiply)
       .def("finish", &Repeat::finish);
   nb::class_<Lookup>(m, "Lookup")
-      .def(nb::init<nb::object, std::vector<uint64_t>, std::vector<int64_t>, nb::bytes, nb::bytes, int, std::vector<uint64_t>,
-                    std::vector<uint64_t>, std::vector<int64_t>, int64_t, int64_t, int, bool>(),
-           "caller"_a, "pointers"_a, "bytes"_a, "mine"_a, "seen"_a, "rank"_a, "first"_a, "second"_a, "tables"_a, "batch"_a,
+      .def(nb::init<Meets, Stages, std::vector<int64_t>, int64_t, int64_t, int, bool>(), "meets"_a, "stages"_a, "tables"_a, "batch"_a,
            "dim"_a, "dtype"_a, "mean"_a)
       .def("run", &Lookup::run)
       .def("finish", &Lookup::finish)

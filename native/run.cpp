@@ -86,7 +86,7 @@ bool Run::enter() {
   slot.size_bytes = call_->size_bytes;
   slot.flags = (heap ? kOnHeap : 0) | (staged ? kStaged : 0);
   slot.num_params = static_cast<uint32_t>(params_.size());
-  std::memcpy(mine.params(slot_, group_->max_params()), params_.data(), params_.size() * sizeof(int64_t));
+  std::copy(params_.begin(), params_.end(), mine.params(slot_, group_->max_params()));
   group_->entered();
   counted_.store(true, std::memory_order_release);
   slot.run.store(run_, std::memory_order_release);

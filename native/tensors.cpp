@@ -77,7 +77,7 @@ bool read_tensor(nb::handle object, TensorInfo& info) {
     PyErr_Clear();
     return false;
   }
-  if (t.device.type != kCpu || t.dtype.code == kComplex) return false;
+  if (!t.data || t.device.type != kCpu || t.dtype.code == kComplex) return false;  // without memory: a traced one, or it was freed
   int64_t items = 1;
   for (int d = t.ndim - 1; d >= 0; --d) {
     if (t.strides && t.shape[d] != 1 && t.strides[d] != items) return false;
@@ -99,7 +99,7 @@ bool read_matrix(nb::handle object, Matrix& m) {
     PyErr_Clear();
     return false;
   }
-  if (t.dtype.code == kComplex || t.ndim != 2 || t.shape[0] < 1 || t.shape[1] < 2) return false;
+  if (!t.data || t.dtype.code == kComplex || t.ndim != 2 || t.shape[0] < 1 || t.shape[1] < 2) return false;
   if (t.strides && (t.strides[1] != 1 || (t.shape[0] != 1 && t.strides[0] != t.shape[1]))) return false;
   m.data = static_cast<const char*>(t.data) + t.byte_offset;
   m.sizes[0] = t.shape[0], m.sizes[1] = t.shape[1];

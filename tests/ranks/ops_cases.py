@@ -177,16 +177,23 @@ def poison_scratch(group: Group) -> None:
     dovetail.barrier(group=group)
 
 
+def forget(group: Group) -> None:
+    """The calls that were made: the next ones are looked at."""
+    g = ops_group(group)
+    g.products.clear()
+    g.lookups.clear()
+
+
 @contextlib.contextmanager
 def step_by_step(group: Group) -> Iterator[None]:
     """Calls whose like was run before take no shorter way."""
-    ops_group(group).quick.clear()
+    forget(group)
     with (
         mock.patch.object(Repeated, "of", return_value=None),
         mock.patch.object(lookups.Repeated, "of", return_value=None),
     ):
         yield
-    ops_group(group).quick.clear()
+    forget(group)
 
 
 @contextlib.contextmanager

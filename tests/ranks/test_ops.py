@@ -34,6 +34,7 @@ from tests.ranks.ops_cases import (
     Problem,
     delays,
     embedding,
+    forget,
     poison_scratch,
     poisoned_memory,
     product,
@@ -446,7 +447,7 @@ def test_a_call_like_an_earlier_one(pools: Any, world: int, op: str, removed: bo
 
     def job() -> tuple[int, list[int]]:
         g, wrong, taken = workers.world(), [], 0
-        ops_group(g).quick.clear()  # who multiplied before
+        forget(g)  # who multiplied before
         kinds = (repeated._InPlace, repeated._Scattered, repeated._Gathered, repeated._Direct)
 
         def counted(self: Any, x: torch.Tensor, w: torch.Tensor) -> Any:

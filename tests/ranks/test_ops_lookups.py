@@ -13,11 +13,10 @@ import torch
 
 import dovetail
 from dovetail import ops as fused
-from dovetail.errors import MismatchError
+from dovetail.errors import DovetailError, MismatchError
 from dovetail.ops.cpu import lookups
-from dovetail.ops.group import ops_group
 from tests.ranks import workers
-from tests.ranks.ops_cases import DTYPES, embedding, poison_scratch, poisoned_memory, slow
+from tests.ranks.ops_cases import DTYPES, embedding, forget, poison_scratch, poisoned_memory, slow
 
 _CALL = lookups.Repeated.__call__
 
@@ -58,7 +57,7 @@ def test_a_batch_like_an_earlier_one(pools: Any, world: int, removed: bool) -> N
 
     def job() -> tuple[list[bool], list[int]]:
         g, wrong = workers.world(), []
-        ops_group(g).quick.clear()
+        forget(g)
         poison_scratch(g)
         with poisoned_memory(), counted(_before_the_meeting if removed and g.rank == 0 else _CALL) as taken:
             for seed in range(0, 48, 3):  # the number of tables goes by the seed
@@ -166,11 +165,12 @@ def test_other_numbers_of_tables(pools: Any) -> None:
 
     def job() -> list[tuple[int, ...]]:
         g, wrong = workers.world(), []
-        for turn, seed in enumerate((3, 6, 4, 7, 5, 8, 8, 3, 3, 3)):
+        to_and_fro = (3, 6, 4, 7, 5, 8, 8, 3, 4, 3, 4, 3, 3, 4, 3, 4, 4, 3, 3, 3)
+        for turn, seed in enumerate(to_and_fro):
             problem = embedding(2, 8190, 2, torch.float32, seed, most=2)  # of up to three tables: most of a stage
             with poisoned_memory(), counted() as taken:
                 right = problem.is_right(g, problem.run(g, "store"))
-            if not right or (turn == 9 and taken != [True]):
+            if not right or (turn == len(to_and_fro) - 1 and taken != [True]):
                 wrong.append((turn, right, *taken))
         return wrong
 
@@ -232,3 +232,94 @@ def test_tables_that_want_gradients(pools: Any) -> None:
         return not taken and all(t.grad is not None and t.grad.is_sparse for t in wanted)
 
     assert pools.get(2).run(job) == [True, True]
+
+
+@pytest.mark.parametrize("turns", ["2323", "22323", "222323322"])
+def test_numbers_of_tables_that_one_rank_has_in_turn(pools: Any, turns: str) -> None:
+    """Rank 0 says the same in all calls, and was told of stages in some of them only."""
+
+    def job() -> list[int]:
+        g, wrong, batch, dim = workers.world(), [], 8, 4
+        forget(g)
+        values, offsets = torch.zeros(batch, dtype=torch.int64), torch.arange(batch + 1)
+        for turn, many in enumerate(map(int, turns * 2)):
+            tables = [torch.full((2, dim), 1.0 + turn + 10 * t) for t in range(many if g.rank else 1)]
+            bags = torch.cat([offsets[:-1] + batch * t for t in range(len(tables))])
+            ends = torch.cat([bags, bags[-1:] + 1])
+            with poisoned_memory(), slow(functools.partial(float, 0.01 * ((turn + g.rank) % 3 == 0))):
+                out = fused.embedding_all_to_all(tables, values.repeat(len(tables)), ends, transport="store")
+            want = torch.tensor([1.0 + turn, *(1.0 + turn + 10 * t for t in range(many))])
+            if not torch.equal(out, want[None, :, None].expand(batch // 2, -1, dim)):
+                wrong.append(turn)
+        return wrong
+
+    assert pools.get(2).run(job) == [[], []]
+
+
+def _freed(t: torch.Tensor) -> torch.Tensor:
+    """Without memory, as FSDP leaves what it has sharded."""
+    made = t.clone()
+    made.untyped_storage().resize_(0)
+    return made
+
+
+#: Tables that can't be pooled, in the place of one that was pooled before.
+UNFIT: dict[str, Callable[[torch.Tensor], Any]] = {
+    "nested": lambda t: torch.nested.as_nested_tensor([t, t], layout=torch.strided),
+    "jagged": lambda t: torch.nested.as_nested_tensor([t, t], layout=torch.jagged),
+    "freed": _freed,
+    "sparse": lambda t: t.to_sparse(),
+    "no list": lambda t: object(),
+}
+
+
+@pytest.mark.parametrize("unfit", UNFIT)
+def test_tables_that_can_not_be_pooled_are_told(pools: Any, unfit: str) -> None:
+    """In the place of tables that were: every rank has an error, nothing moved, and the group goes on."""
+
+    def job() -> list[str]:
+        g, said = workers.world(), []
+        problem = embedding(2, 5, 8, torch.float32, 3, tables=1)
+        (tables, values), keywords = problem.arguments[g.rank], problem.keywords[g.rank]
+        for turn in range(8):
+            if turn % 4 != 3:
+                said.append(str(problem.is_right(g, problem.run(g, "store"))))
+                continue
+            wrong = UNFIT[unfit](tables[0])
+            given: Any = tables if not g.rank else [wrong] if isinstance(wrong, torch.Tensor) else wrong
+            with pytest.raises((TypeError, ValueError, DovetailError)) as caught:
+                fused.embedding_all_to_all(given, values, **keywords, transport="store")
+            said.append(type(caught.value).__name__)
+        return said
+
+    first, second = pools.get(2).run(job)
+    assert first == [*(["True"] * 3 + ["MismatchError"]) * 2]
+    assert [said == "True" for said in second] == [True, True, True, False] * 2
+
+
+def test_defaults_of_the_program_and_modes_of_torch(pools: Any) -> None:
+    """Memory of ours is the CPU's, whatever torch's default device is; a mode of torch sees the operator."""
+
+    def job() -> tuple[list[bool], list[str]]:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        g, right, fake = workers.world(), [], []
+        problem = embedding(2, 5, 8, torch.float32, 3, tables=1)
+        by_lengths = embedding(2, 5, 8, torch.float32, 3, tables=1, by_lengths=True)
+        x, w = torch.ones(4, 8), torch.ones(6, 8)
+        for turn in range(6):
+            with torch.device("meta" if turn % 2 else "cpu"):
+                outs = [each.run(g, "store") for each in (problem, by_lengths)]
+                out = fused.gemv_all_reduce(x, w, transport="store")
+                reduced = fused.matmul_reduce_scatter(x, w, transport="store")
+            right += [each.is_right(g, found) for each, found in zip((problem, by_lengths), outs, strict=True)]
+            right.append(torch.equal(out, torch.full((4, 6), 16.0)) and torch.equal(reduced, out[:2]))
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            made = fused.gemv_all_reduce(mode.from_tensor(x), mode.from_tensor(w), transport="store")
+            fake.append(f"{type(made).__name__} {tuple(made.shape)}")
+        right.append(problem.is_right(g, problem.run(g, "store")))
+        return right, fake
+
+    for right, fake in pools.get(2).run(job):
+        assert all(right)
+        assert fake == ["FakeTensor (4, 6)"]

@@ -48,12 +48,17 @@ def tensor(name: str, t: Any) -> torch.Tensor:
     """A dense tensor on the CPU or a GPU."""
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(t).__name__}")
+    if t.is_nested:
+        raise NotSupported(f"{name} must be one tensor, not a nested one: pass its .unbind() one by one, or .values()")
     if t.layout is not torch.strided or t.is_quantized:
         raise NotSupported(f"{name} must be a dense tensor, not {t.layout}: call .to_dense()")
     if not t.is_cpu and not t.is_cuda:
         raise NotSupported(f"{name} is on {t.device}; tensors are moved on CPUs and GPUs (CUDA, ROCm): call .cpu()")
     if t.numel() and not t.data_ptr():
-        raise NotSupported(f"{name} is a {type(t).__name__} without memory of its own: pass the tensor it wraps")
+        raise NotSupported(
+            f"{name} is a {type(t).__name__} without memory of its own: pass the tensor it wraps, or gather the "
+            "parameter that it is a part of"
+        )
     return t
 
 

@@ -15,7 +15,7 @@ Raises, all of them:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ def gemm_all_to_all(
     Returns:
         [sum(output_splits), n], grouped by source.
     """
-    if torch.compiler.is_compiling():
+    if _is_traced():
         return _ops.gemm_all_to_all(x, w, output_splits, input_splits, name_of(group), transport)  # type: ignore[no-any-return]
     ranks, traced = named(name_of(group)), _wants_gradients(x, w)
     if not traced:
@@ -107,7 +107,7 @@ def matmul_reduce_scatter(
 
 
 def _product(op: str, x: Any, w: Any, group: Any, transport: str) -> torch.Tensor:
-    if torch.compiler.is_compiling():
+    if _is_traced():
         return getattr(_ops, op)(x, w, name_of(group), transport)  # type: ignore[no-any-return]
     ranks, traced = named(name_of(group)), _wants_gradients(x, w)
     if not traced and (found := quick.run(ranks, op, x, w, transport)) is not None:
@@ -159,7 +159,7 @@ def embedding_all_to_all(
         _optimizer(optimizer, moments, tables)
         return call
 
-    if torch.compiler.is_compiling():
+    if _is_traced():
         if offsets is None:
             assert lengths is not None
             offsets = torch.nn.functional.pad(lengths.to(torch.int64).cumsum(0), (1, 0))
@@ -182,9 +182,18 @@ def embedding_all_to_all(
     )  # fmt: skip
 
 
+def _is_traced() -> bool:
+    """Whether torch's dispatcher must see the call: under its compiler, or a mode such as FakeTensorMode."""
+    return torch.compiler.is_compiling() or bool(_num_modes())
+
+
+#: A private name of torch's: without it calls go the short way under modes too.
+_num_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", int)
+
+
 def _listed(tensors: Any) -> Any:
     """As a list; what can't be one is left to the checks, which tell the other ranks."""
-    return tensors if tensors is None or isinstance(tensors, (torch.Tensor, int, float)) else list(tensors)
+    return list(tensors) if isinstance(tensors, Iterable) and not isinstance(tensors, torch.Tensor) else tensors
 
 
 def _optimizer(name: str, state: Any, tables: Sequence[torch.Tensor]) -> None:

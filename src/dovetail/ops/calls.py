@@ -322,9 +322,11 @@ def is_plain(t: Any) -> bool:
         and t.is_cpu
         and t.dim() == 2
         and t.layout is torch.strided
+        and not t.is_nested
         and t.is_contiguous()
         and not t.is_conj()
         and not t.is_neg()
+        and bool(t.data_ptr() or not t.numel())  # not given up by whoever shards parameters
     )
 
 

@@ -16,7 +16,7 @@ from dovetail.hw.cpu import native
 from dovetail.hw.meeting import Meeting
 from dovetail.hw.world import Group
 from dovetail.ops.cpu.memory import Blocks, Peers
-from dovetail.ops.repeat import Lookup, Repeat, Same
+from dovetail.ops.repeat import Lookup, Repeat, Said, Same
 
 _TEXT_BYTES = 184
 #: Words of a slot that a transport may use: heap offsets of its memory, numbers of tables.
@@ -97,7 +97,8 @@ class OpsGroup:
         self._orderly: dict[bytes, tuple[bytes, list[tuple[int, ...]]]] = {}  # by what we said: what all said
         self.meetings = 0  #: exchanges so far; halves of stages are used in turn by it
         self.known: dict[Any, Any] = {}  #: what transports keep for shapes seen before
-        self.quick: dict[Any, Any] = {}  #: products that were run before, see `quick`
+        self.products: dict[Any, Any] = {}  #: that were run before, see `quick`
+        self.lookups: dict[Any, Any] = {}  #: likewise
 
     def calling(self, transport: str) -> _Call:
         """Around a call by this transport."""
@@ -138,46 +139,45 @@ class OpsGroup:
         self.meetings += 1
         return told if slots is None else self._look(mine, slots, text, splits)
 
-    def _said(
-        self, text: str, words: Sequence[int], splits: Sequence[int]
-    ) -> tuple[bytes, bytes, list[tuple[int, ...]]] | None:
-        """What this rank says of a call, and what all said when it did so before, whole and in words; None if it has
-        not."""
+    def said(self, text: str, words: Sequence[int], splits: Sequence[int]) -> Said | None:
+        """What this rank says of a call, and what all said when it did so last; None if it has not."""
         known = self._texts.get((text, self.transport))
         if known is None:
             return None
         mine = known + (self._packed(words, splits) if words or splits else self.plain)
         before = self._orderly.get(mine)
-        return None if before is None else (mine, *before)
+        return None if before is None else Said(mine, text, splits, *before)
 
     def same(self, text: str, words: Sequence[int] = (), splits: Sequence[int] = ()) -> Same | None:
         """A call that was made before with these words; None if not all of it has been said."""
-        said = self._said(text, words, splits)
-        return None if said is None else Same(self, (said[0], text, splits), *said[1:])
+        said = self.said(text, words, splits)
+        return None if said is None else Same(self, said)
 
     def repeat(
         self, text: str, splits: Sequence[int], *, part: int, step: int, sums: bool, dtype: int
     ) -> Repeat | None:
         """A call that was made before, and what it sends to the stages before it meets: see `Repeat`. None if it can't
         be repeated: not all of it has been said, or a stage has no room."""
-        if self.push(part * self.group.size) is None or (said := self._said(text, (), splits)) is None:
+        if self._room < part * self.group.size or (said := self.said(text, (), splits)) is None:
             return None
-        made = native.load().Repeat(
-            *self._meeting.fixed, *said[:2], self.group.rank, *self._halves, part, step, sums, dtype
-        )
-        return Repeat(self, made, (said[0], text, splits))
+        made = native.load().Repeat(self._meets(said), self._stages_there(), part, step, sums, dtype)
+        return Repeat(self, made, said)
 
     def lookup(
-        self, text: str, words: Sequence[int], size_bytes: int, *, tables: Sequence[int], batch: int, dim: int,
-        dtype: int, mean: bool,
-    ) -> Lookup | None:  # fmt: skip
-        """The same for bags out of so many `tables` of each rank, `size_bytes` of every output: see `Lookup`."""
-        if self.push(size_bytes) is None or (said := self._said(text, words, ())) is None:
+        self, said: Said, size_bytes: int, *, tables: Sequence[int], batch: int, dim: int, dtype: int, mean: bool
+    ) -> Lookup | None:
+        """The same for bags out of so many `tables` of each rank, `size_bytes` of every output: see `Lookup`. All that
+        was `said` came by stages."""
+        if self._room < size_bytes:
             return None
-        made = native.load().Lookup(
-            *self._meeting.fixed, *said[:2], self.group.rank, *self._halves, tables, batch, dim, dtype, mean
-        )
-        return Lookup(self, made, (said[0], text, ()))
+        made = native.load().Lookup(self._meets(said), self._stages_there(), tables, batch, dim, dtype, mean)
+        return Lookup(self, made, said)
+
+    def _meets(self, said: Said) -> Any:
+        return native.load().Meets(*self._meeting.fixed, said.mine, said.before)
+
+    def _stages_there(self) -> Any:
+        return native.load().Stages(self.group.rank, *self._halves)
 
     def stage_halves(self, rank: int, shape: tuple[int, ...], dtype: Any, at_byte: int = 0) -> tuple[Any, Any]:
         """A rank's stage as tensors, one for each half, or what begins at a byte of it."""
@@ -198,9 +198,9 @@ class OpsGroup:
         """Whether native code would meet under the group's time limit: `agree` sees to it."""
         return self._meeting.is_limit_in_force
 
-    def judge(self, status: int, mine: bytes, text: str, splits: Sequence[int]) -> list[tuple[int, ...]]:
+    def judge(self, status: int, said: Said) -> list[tuple[int, ...]]:
         """Looks at an exchange that native code has made, and that was not like the last."""
-        return self._look(mine, self._meeting.judge(status), text, splits)
+        return self._look(said.mine, self._meeting.judge(status), said.text, said.splits)
 
     def _look(self, mine: bytes, slots: bytes, text: str, splits: Sequence[int]) -> list[tuple[int, ...]]:
         """What everybody said, if that is in order."""
@@ -329,7 +329,8 @@ class OpsGroup:
             if isinstance(kept, Ends):
                 kept.end()
         self.known.clear()
-        self.quick.clear()
+        self.products.clear()
+        self.lookups.clear()
 
     def base(self, rank: int) -> int:
         """The address at which the heap of a rank of the group begins here."""

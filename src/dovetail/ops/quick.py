@@ -28,7 +28,6 @@ _Repeats = Repeated | repeated_on_gpu.Repeated | unfused.Repeated
 UNEVEN = "gemm_all_to_all, uneven"
 #: Batches of bags that are remembered, by how many and of what they are.
 _MOST_LOOKUPS = 64
-_LOOKUPS = "lookups"
 
 
 @dataclass(slots=True)
@@ -50,9 +49,9 @@ def learn(
     """After a call that was checked and has run; it is not used any more. `transport` was asked for."""
     if isinstance(call, calls.Product):
         key = UNEVEN if isinstance(call, calls.GemmAllToAll) and not call.even else call.op, transport
-        shapes = ranks.quick.get(key)
+        shapes = ranks.products.get(key)
         if shapes is None:
-            shapes = ranks.quick[key] = native.load().Shapes()
+            shapes = ranks.products[key] = native.load().Shapes()
         if shapes.find(call.x, call.w) is None:  # it may have come by way of torch's dispatcher, which always does
             made = Known(call, choice, forward, registry.tally(call.op, *choice), on_gpu)
             shapes.add(call.x, call.w, made)
@@ -62,13 +61,14 @@ def learn(
 
 
 def _learn_lookup(ranks: OpsGroup, call: calls.EmbeddingAllToAll, choice: Choice, transport: str) -> None:
+    known, key = ranks.lookups, _lookup_key(call.weights, call.offsets, call.mode, transport)
+    if key in known and not known[key][0].is_over:
+        return  # this call only was none for it
     with ranks.calling(choice.transport):
         repeated = lookups.Repeated.of(ranks, call)
     if repeated is not None:
-        known = ranks.quick.setdefault(_LOOKUPS, {})
         if len(known) >= _MOST_LOOKUPS:
             known.clear()
-        key = _lookup_key(call.weights, call.offsets, call.mode, transport)
         known[key] = repeated, choice.transport, registry.tally(call.op, *choice)
 
 
@@ -77,18 +77,26 @@ def _lookup_key(tables: list[torch.Tensor], offsets: torch.Tensor, mode: str, tr
     return transport, mode, len(tables), tables[0].dtype, tables[0].shape[1:], offsets.numel()
 
 
+def _ready(group: Group) -> OpsGroup | None:
+    """The operators' side of a group on which calls can be made without a look at it."""
+    return None if group.broken is not None or group.native is None else group.ops
+
+
 def run_lookup(
     group: Group, tables: Any, values: Any, offsets: Any, mode: str, transport: str
 ) -> torch.Tensor | None:  # fmt: skip
     """The result of an `embedding_all_to_all` whose like was run before; None if it must be looked at."""
-    ranks = group.ops
-    if ranks is None or group.broken is not None or group.native is None or not (known := ranks.quick.get(_LOOKUPS)):
+    ranks = _ready(group)
+    if ranks is None or not ranks.lookups:
         return None
     if not (_is_tensor(values) and _is_tensor(offsets) and type(tables) is list and tables and _is_tensor(tables[0])):
         return None
     if type(mode) is not str or type(transport) is not str:
         return None
-    found = known.get(_lookup_key(tables, offsets, mode, transport))
+    try:
+        found = ranks.lookups.get(_lookup_key(tables, offsets, mode, transport))
+    except RuntimeError:  # nested tensors have no shape
+        found = None
     if found is None:
         return None
     repeated, by, tally = found
@@ -109,11 +117,10 @@ def run(
 
     `splits`: of `UNEVEN`, rows that are received and sent; they may be others each time.
     """
-    ranks = group.ops
-    if ranks is None or group.broken is not None or group.native is None:
+    ranks = _ready(group)
+    if ranks is None or (shapes := ranks.products.get((op, transport))) is None:
         return None
-    shapes = ranks.quick.get((op, transport))
-    if shapes is None or (known := shapes.find(x, w)) is None or x.is_neg() or w.is_neg() or is_autocast():
+    if (known := shapes.find(x, w)) is None or x.is_neg() or w.is_neg() or is_autocast():
         return None
     if splits is not None and not _takes(known.call, *splits):
         return None

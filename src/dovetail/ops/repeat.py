@@ -9,7 +9,7 @@ Timeout.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dovetail.hw.cpu import native
 from dovetail.hw.cpu.executor import AS_SEEN
@@ -17,19 +17,26 @@ from dovetail.hw.cpu.executor import AS_SEEN
 if TYPE_CHECKING:
     from dovetail.ops.group import OpsGroup
 
-#: What is said of a call: all of it in bytes, its text, its splits.
-Said = tuple[bytes, str, Sequence[int]]
 Rows = list[tuple[int, ...]]
+
+
+class Said(NamedTuple):
+    """What a rank says of a call, and what came of it."""
+
+    mine: bytes  #: all of it
+    text: str
+    splits: Sequence[int]
+    before: bytes  #: what everybody said the last time
+    told: Rows  #: the same, in words
 
 
 class Same:
     """A call that is said in the same words: `meet` is `OpsGroup.agree` for it, in few steps."""
 
-    __slots__ = ("_before", "_fixed", "_group", "_meet", "_said", "_stage", "told")
+    __slots__ = ("_fixed", "_group", "_meet", "_said", "_stage")
 
-    def __init__(self, group: OpsGroup, said: Said, before: bytes, told: Rows) -> None:
-        self._group, self._said, self._before = group, said, before
-        self.told = told  #: what everybody said before
+    def __init__(self, group: OpsGroup, said: Said) -> None:
+        self._group, self._said = group, said
         self._meet, self._fixed = native.load().meet, group.fixed
         self._stage: tuple[int, int] | None = group.stage
 
@@ -40,12 +47,13 @@ class Same:
 
     def meet(self) -> Rows | None:
         """None if everybody has said what they said before; otherwise what `agree` returns."""
-        status = self._meet(*self._fixed, self._said[0], self._before, ())
+        said = self._said
+        status = self._meet(*self._fixed, said.mine, said.before, ())
         self._group.meetings += 1
         if status == AS_SEEN:
             return None
         self._stage = None
-        return self._group.judge(status, *self._said)
+        return self._group.judge(status, said)
 
 
 class _ByStages:
@@ -55,11 +63,11 @@ class _ByStages:
 
     def __init__(self, group: OpsGroup, said: Said) -> None:
         self._group, self._said = group, said
-        self._stages = group.plain, group.stage_epoch
+        self._stages: tuple[bytes, int] | None = (group.plain, group.stage_epoch)
 
     @property
     def is_over(self) -> bool:
-        """Somebody's stage is another now, or the time limit was changed."""
+        """Somebody's stage is another now, somebody had something else to say, or the time limit was changed."""
         group = self._group
         return (group.plain, group.stage_epoch) != self._stages or not group.is_limit_in_force
 
@@ -71,7 +79,10 @@ class _ByStages:
     def _met(self, status: int) -> Rows | None:
         """Behind every meeting that native code has made: as `Same.meet`."""
         self._group.meetings += 1
-        return None if status == AS_SEEN else self._group.judge(status, *self._said)
+        if status == AS_SEEN:
+            return None
+        self._stages = None
+        return self._group.judge(status, self._said)
 
 
 class Repeat(_ByStages):
@@ -117,12 +128,13 @@ class Lookup(_ByStages):
         super().__init__(group, said)
         self._run, self.finish, self._unlike = made.run, made.finish, made.UNLIKE
 
-    def run(self, tables: list[Any], values: Any, offsets: Any, out: int) -> tuple[bool, Rows | None]:
+    def run(self, tables: list[Any], values: Any, offsets: Any, most: int, out: int) -> tuple[bool, Rows | None]:
         """Pools them into everybody's output, of which this rank's is at address `out`.
 
         Returns:
-            (whether it was done: not if these are no such tensors, or if a row is out of range; None if the output is
-            there, otherwise what `agree` returns: then nothing has been put beside this rank's own tables yet).
+            (whether it was done: not if these are no such tensors, a row is out of range, or there are `most` values or
+            more; None if the output is there, otherwise what `agree` returns: then nothing has been put beside this
+            rank's own tables yet).
         """
-        status = self._run(tables, values, offsets, out, self.half)
+        status = self._run(tables, values, offsets, most, out, self.half)
         return (False, None) if status == self._unlike else (True, self._met(status))

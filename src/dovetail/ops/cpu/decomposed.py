@@ -11,6 +11,7 @@ import torch
 from dovetail.coll import api
 from dovetail.ops import calls
 from dovetail.ops.cpu.product import mm, ready
+from dovetail.ops.cpu.shared import CPU
 from dovetail.ops.group import OpsGroup
 
 _CHUNKS = 4
@@ -33,9 +34,9 @@ def all_gather_matmul(g: OpsGroup, c: calls.AllGatherMatmul) -> torch.Tensor:
     """The rank's own rows are multiplied while the others' arrive."""
     g.agree(c.text)
     rank, m = g.group.rank, c.rows
-    every = torch.empty((m * g.group.size, c.k), dtype=c.dtype)
+    every = torch.empty((m * g.group.size, c.k), dtype=c.dtype, device=CPU)
     work = api.all_gather_into_tensor(every, c.x, group=g.group, async_op=True)
-    out = torch.empty((m * g.group.size, c.n), dtype=c.dtype)
+    out = torch.empty((m * g.group.size, c.n), dtype=c.dtype, device=CPU)
     multiply = ready(c.w, m * g.group.size)
     multiply(c.x, out[rank * m : (rank + 1) * m])
     work.wait()
@@ -50,12 +51,12 @@ def matmul_reduce_scatter(g: OpsGroup, c: calls.MatmulReduceScatter) -> torch.Te
     g.agree(c.text)
     size, m = g.group.size, c.rows // g.group.size
     x = c.x.view(size, m, c.k)
-    out = torch.empty((m, c.n), dtype=c.dtype)
+    out = torch.empty((m, c.n), dtype=c.dtype, device=CPU)
     cuts = [m * k // _CHUNKS for k in range(_CHUNKS + 1)]
     works, held, multiply = [], [], ready(c.w, c.rows)
     for a, b in itertools.pairwise(cuts):
         if a < b:
-            part = torch.empty((size, b - a, c.n), dtype=c.dtype)
+            part = torch.empty((size, b - a, c.n), dtype=c.dtype, device=CPU)
             for d in range(size):
                 multiply(x[d, a:b], part[d])
             held.append(part)

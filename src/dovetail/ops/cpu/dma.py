@@ -17,7 +17,7 @@ from dovetail.hw.cpu.executor import PlanRunner
 from dovetail.ops import calls
 from dovetail.ops.cpu import pooling
 from dovetail.ops.cpu.product import ready
-from dovetail.ops.cpu.shared import Order, add_up, remote_first
+from dovetail.ops.cpu.shared import CPU, Order, add_up, remote_first
 from dovetail.ops.group import NUM_WORDS, OpsGroup
 from dovetail.plan import passes
 from dovetail.plan.build.sliced import Flags, Own, Slice, sliced_all_to_all
@@ -136,7 +136,7 @@ def gemm_all_to_all(
     outputs = [sum(r) * n * item for r in receive]
     key = ("dma", c.op, n, c.dtype, tuple(send))
     bound = _bind(g, key, send, lambda i, d: sum(send[i][:d]), n * item, place, outputs, order, slices)
-    y = torch.empty((c.rows, n), dtype=c.dtype)
+    y = torch.empty((c.rows, n), dtype=c.dtype, device=CPU)
     out = g.blocks.empty((sum(c.receive), n), c.dtype)
     base = sum(c.receive[:rank])
 
@@ -165,7 +165,7 @@ def matmul_reduce_scatter(
         g, key, send, lambda i, d: d * m, n * item, lambda i, d: (i * part_bytes, n * item), [part_bytes * size] * size,
         order, slices,
     )  # fmt: skip
-    y = torch.empty((c.rows, n), dtype=c.dtype)
+    y = torch.empty((c.rows, n), dtype=c.dtype, device=CPU)
     stage = g.scratch("partial", part_bytes * size)[: part_bytes * size].view(c.dtype).view(size, m, n)
 
     multiply = ready(c.w, c.rows)
@@ -176,7 +176,7 @@ def matmul_reduce_scatter(
         multiply(c.x[rows], stage[rank, part.there : part.there + part.rows] if own else y[rows])
 
     _run(bound, {"y": y, "output": stage}, compute)
-    out = torch.empty((m, n), dtype=c.dtype)
+    out = torch.empty((m, n), dtype=c.dtype, device=CPU)
     add_up(out, [stage.data_ptr() + s * part_bytes for s in range(size)])
     return out
 
@@ -200,7 +200,7 @@ def embedding_all_to_all(
         g, key, send, lambda i, d: d * local, [t * c.dim * item for t in every], place, [local * wide] * size, order,
         slices,
     )  # fmt: skip
-    y = torch.empty((c.batch, tables, c.dim), dtype=c.dtype)
+    y = torch.empty((c.batch, tables, c.dim), dtype=c.dtype, device=CPU)
     out = g.blocks.empty((local, total, c.dim), c.dtype)
     first = sum(every[:rank])
 

@@ -6,20 +6,23 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Sequence
 
 import torch
 
+from dovetail.errors import DovetailError
 from dovetail.ops import calls
 from dovetail.ops.cpu import pooling
-from dovetail.ops.cpu.shared import NUMBERS, STAGED, Order, loaded, remote_first, unfinished
+from dovetail.ops.cpu.shared import CPU, NUMBERS, STAGED, Order, loaded, remote_first, unfinished
 from dovetail.ops.group import OpsGroup
 from dovetail.ops.repeat import Lookup
 
 #: Bytes of a result up to which bags go by stages: of more, none is in a cache any more when it is copied.
 STAGED_BYTES = 4 << 20
-#: Under which a group knows how many tables every rank has.
-_TABLES = "tables"
+#: Under which a group knows how many tables every rank had, by what a rank says of a call and how many it has itself;
+#: and how many such calls it knows.
+_TABLES, _MOST_TABLES = "tables", 1024
 
 
 def embedding_all_to_all(g: OpsGroup, c: calls.EmbeddingAllToAll, *, order: Order = remote_first) -> torch.Tensor:
@@ -33,8 +36,8 @@ def embedding_all_to_all(g: OpsGroup, c: calls.EmbeddingAllToAll, *, order: Orde
     whole = math.prod(shape) * c.dtype.itemsize
     is_as_known = len(c.weights) == every[rank]  # otherwise its bags have no place in a stage
     if is_as_known and 0 < whole <= STAGED_BYTES and (stages := g.push(whole)) is not None:
-        out = torch.empty(shape, dtype=c.dtype)
-        parts = torch.empty((c.world, *shape[:1], len(c.weights), c.dim), dtype=c.dtype)
+        out = torch.empty(shape, dtype=c.dtype, device=CPU)
+        parts = torch.empty((c.world, *shape[:1], len(c.weights), c.dim), dtype=c.dtype, device=CPU)
         slots = g.agree(c.text, _words(c, every), copies=_pooled(g, c, stages, out, parts, order))
         if _are_there(slots, every):
             _put_beside(out, stages[rank], every, rank)
@@ -46,8 +49,15 @@ def embedding_all_to_all(g: OpsGroup, c: calls.EmbeddingAllToAll, *, order: Orde
 
 
 def _tables_of(g: OpsGroup, c: calls.EmbeddingAllToAll) -> tuple[int, ...]:
-    """How many tables every rank had last time."""
-    return g.known.get(_TABLES) or (len(c.weights),) * c.world
+    """How many tables every rank had when this one had as many and said the same; at first, as many as this one."""
+    return _known(g).get((c.text, len(c.weights))) or (len(c.weights),) * c.world
+
+
+def _known(g: OpsGroup) -> dict[tuple[str, int], tuple[int, ...]]:
+    found: dict[tuple[str, int], tuple[int, ...]] = g.known.setdefault(_TABLES, {})
+    if len(found) > _MOST_TABLES:
+        found.clear()
+    return found
 
 
 def _output_of(g: OpsGroup, c: calls.EmbeddingAllToAll) -> tuple[int, int, int]:
@@ -97,9 +107,11 @@ def _pool_there(
     rank, local, dim, item = g.group.rank, c.batch // c.world, c.dim, c.dtype.itemsize
     every = _tables_of(g, c)
     if out is None or any(row[0] == STAGED for row in slots) or not _have(slots, every):
-        every = g.known[_TABLES] = tuple(row[1] for row in slots)
+        every = _known(g)[c.text, len(c.weights)] = tuple(row[1] for row in slots)
         out = g.blocks.empty(_output_of(g, c), c.dtype)
-        slots = g.agree(c.text, (g.blocks.offset(out),))
+        slots = g.agree(f"{c.text}, with tables {list(every)}", (g.blocks.offset(out),))
+    if out.numel() and min(row[0] for row in slots) < 0:
+        raise DovetailError(f"a rank of {g.group} has posted no memory for {c.text}; nothing was moved")
     total, first, pooled = sum(every) * dim, sum(every[:rank]) * dim * item, pooling.Pooling(c)
     with unfinished(g, out):
         for d in order(rank, c.world) if local else ():
@@ -121,34 +133,40 @@ def _have(slots: list[tuple[int, ...]], every: tuple[int, ...]) -> bool:
 class Repeated:
     """Batches like one that went by stages: one native call. `of` makes one, or None if there is none."""
 
-    __slots__ = ("_every", "_group", "_lookup", "_mode", "_shape", "_tables")
+    __slots__ = ("_dtype", "_every", "_group", "_lookup", "_mode", "_shape")
 
     def __init__(self, g: OpsGroup, lookup: Lookup, c: calls.EmbeddingAllToAll) -> None:
-        self._group, self._lookup, self._mode = g, lookup, c.mode
-        self._every, self._shape, self._tables = _tables_of(g, c), _output_of(g, c), g.known.get(_TABLES)
+        self._group, self._lookup, self._mode, self._dtype = g, lookup, c.mode, c.dtype
+        self._every, self._shape = _tables_of(g, c), _output_of(g, c)
 
     @staticmethod
     def of(g: OpsGroup, c: calls.EmbeddingAllToAll) -> Repeated | None:
         """For a call that was just made by this transport."""
         every, whole = _tables_of(g, c), math.prod(_output_of(g, c)) * c.dtype.itemsize
-        if c.world == 1 or c.per_sample_weights is not None or not 0 < whole <= STAGED_BYTES:
+        if c.world == 1 or c.dim < 2 or c.per_sample_weights is not None or not 0 < whole <= STAGED_BYTES:
             return None
+        said = g.said(c.text, _words(c, every), ())
+        if said is None or not _are_there(said.told, every):
+            return None  # somebody's bags came another way, though this rank's went to stages
         lookup = g.lookup(
-            c.text, _words(c, every), whole, tables=every, batch=c.batch, dim=c.dim, dtype=NUMBERS[c.dtype],
-            mean=c.mode == "mean",
-        )  # fmt: skip
+            said, whole, tables=every, batch=c.batch, dim=c.dim, dtype=NUMBERS[c.dtype], mean=c.mode == "mean"
+        )
         return None if lookup is None else Repeated(g, lookup, c)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no call can be made like that any more."""
+        return self._lookup.is_over
 
     def __call__(self, tables: list[torch.Tensor], values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor | None:
         """None, and nothing was done, if it can't be done like that."""
         g, lookup = self._group, self._lookup
-        if lookup.is_over or g.known.get(_TABLES) is not self._tables:
+        if lookup.is_over:
             return None
-        if values.numel() >= pooling.MANY_LOOKUPS and torch.get_num_threads() > 1:
-            return None
-        out = tables[0].new_empty(self._shape)
+        out = torch.empty(self._shape, dtype=self._dtype, device=CPU)
         half = lookup.half
-        is_done, rows = lookup.run(tables, values, offsets, out.data_ptr())
+        most = pooling.MANY_LOOKUPS if torch.get_num_threads() > 1 else sys.maxsize
+        is_done, rows = lookup.run(tables, values, offsets, most, out.data_ptr())
         if not is_done or rows is None:
             return out if is_done else None
         if _are_there(rows, self._every):

@@ -44,9 +44,9 @@ class Blocks:
         """A tensor on the heap, not initialised."""
         items = math.prod(shape)
         if not items:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         block = self._take(_rounded(items * dtype.itemsize))
-        return torch.empty(0, dtype=dtype).set_(block.storage, 0, shape, strides_of(shape))
+        return torch.empty(0, dtype=dtype, device="cpu").set_(block.storage, 0, shape, strides_of(shape))
 
     def _take(self, size: int) -> _Block:
         kept = self._blocks.get(size)

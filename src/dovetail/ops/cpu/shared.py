@@ -15,6 +15,8 @@ from dovetail.hw.cpu import native
 from dovetail.ops.group import OpsGroup
 from dovetail.plan.step import ReduceOp
 
+#: Where memory is made here, whatever torch's default device is.
+CPU = torch.device("cpu")
 #: Bytes of a result up to which it is copied out of the stage.
 COPIED_BYTES = 1 << 20
 #: Posted instead of an offset: rows, or bags, were sent to stages.

@@ -19,7 +19,17 @@ import torch
 from dovetail.ops import calls
 from dovetail.ops.cpu import lookups
 from dovetail.ops.cpu.product import is_long, is_ours, mm, ready
-from dovetail.ops.cpu.shared import COPIED_BYTES, STAGED, Order, add_up, loaded, local_first, remote_first, unfinished
+from dovetail.ops.cpu.shared import (
+    COPIED_BYTES,
+    CPU,
+    STAGED,
+    Order,
+    add_up,
+    loaded,
+    local_first,
+    remote_first,
+    unfinished,
+)
 from dovetail.ops.group import NUM_WORDS, OpsGroup
 
 #: Rows of a destination below which one product for all of them, and copies, beat a product per destination: each reads
@@ -153,7 +163,7 @@ def all_gather_matmul(g: OpsGroup, c: calls.AllGatherMatmul, *, order: Order = l
     if in_one(c, m, part * size):
         out = mm(torch.cat(rows), c.w)
     else:
-        out, multiply = torch.empty((size * m, c.n), dtype=c.dtype), ready(c.w, size * m)
+        out, multiply = torch.empty((size * m, c.n), dtype=c.dtype, device=CPU), ready(c.w, size * m)
         for s in order(rank, size):
             multiply(rows[s], out[s * m : (s + 1) * m])
     g.barrier()  # everybody has read x
@@ -175,7 +185,7 @@ def matmul_reduce_scatter(g: OpsGroup, c: calls.MatmulReduceScatter, *, order: O
             multiply(c.x[d * m : (d + 1) * m], there)
 
     stage = _sent(g, c, part * size, send)
-    out = torch.empty((m, n), dtype=c.dtype)
+    out = torch.empty((m, n), dtype=c.dtype, device=CPU)
     add_up(out, [stage + s * part for s in range(size)])
     return out
 
@@ -191,7 +201,8 @@ def _reduce_scatter_of_one(g: OpsGroup, c: calls.MatmulReduceScatter, m: int, pa
         return [v for d, stage in enumerate(stages) if d != rank for v in (stage + at, here + d * part, part)]
 
     stage = _copied(g, c, part * size, copies)
-    out = torch.empty((m, c.n), dtype=c.dtype)  # not our piece of `whole`: a tracer expects memory of its own
+    # Not our piece of `whole`: a tracer expects memory of its own.
+    out = torch.empty((m, c.n), dtype=c.dtype, device=CPU)
     add_up(out, [here + rank * part if s == rank else stage + s * part for s in range(size)])
     return out
 
@@ -246,7 +257,7 @@ def gemv_all_reduce(g: OpsGroup, c: calls.GemvAllReduce, *, order: Order = remot
             there = g.at(d, slots[d][0] + rank * wide, (m, cuts[d + 1] - cuts[d]), c.dtype)
             ready(c.w[cuts[d] : cuts[d + 1]], m)(c.x, there)
         g.barrier()
-        mine = torch.empty((m, cuts[rank + 1] - cuts[rank]), dtype=c.dtype)
+        mine = torch.empty((m, cuts[rank + 1] - cuts[rank]), dtype=c.dtype, device=CPU)
         add_up(mine, [stage.data_ptr() + s * wide for s in range(size)])
         for d in order(rank, size):
             there = out if d == rank else g.at(d, slots[d][1], (m, n), c.dtype)
