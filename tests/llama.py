@@ -18,7 +18,7 @@ def llama(num_layers: int = 4, seed: int = 3, **given: Any) -> Any:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=WORDS, hidden_size=64, intermediate_size=96, num_hidden_layers=num_layers, num_attention_heads=4,
-        num_key_value_heads=2, initializer_range=0.2, **{"max_position_embeddings": 4096, **given},
+        initializer_range=0.2, **{"num_key_value_heads": 2, "max_position_embeddings": 4096, **given},
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
 

@@ -201,6 +201,7 @@ class FormLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Pair:
         """[1, H, S, D] each; K and V of all tokens, [1, H, C, D], unless attention reads them where they lie."""
         form = self._form
+        form.memory.shape.require(key_states, value_states, self._index)
         form.arrive(self._index)
         tokens, words = form.memory.tokens[self._index], form.memory.words[self._index]
         for n, states in enumerate((key_states, value_states)):

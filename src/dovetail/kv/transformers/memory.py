@@ -44,6 +44,8 @@ class Allocator(Protocol):
 class PagedMemory:
     """`num_blocks` blocks of 16 tokens on a device: `PagedMemory.for_model(model, num_blocks=4096)`.
 
+    For one model: another one is refused where its K and V differ in layers, heads, width or type of the numbers.
+
     Args:
         allocator: chooses blocks; if not given, such that those of a request follow each other where they can, which
             saves a copy of K and V in each step.

@@ -1,7 +1,8 @@
 """A cache of transformers in blocks: of one call of `generate()`, in any blocks of a `PagedMemory`.
 
 A layer writes new tokens into the request's `Pages` and hands K and V to attention: as they lie if the blocks follow
-each other, otherwise gathered.
+each other, otherwise gathered. All layers have the same tokens: where they don't, the last pass was of a model with
+fewer layers, or was cut off, and its tokens are forgotten.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Pair:
         """Keeps new tokens; K and V of all. Raises `CacheFull` before it writes if there is no room."""
-        number, begin = len(key_states), self.length
+        number, _heads, count, _width = key_states.shape
+        begin = self.length
         if number != self.pages.num_sequences:
             raise ValueError(f"this cache is of {self.pages.num_sequences} sequences, a batch of {number} came")
-        end = begin + key_states.shape[-2]
+        end = begin + count
         self.pages.reserve(end)
         self.pages.arrive(self.index)
         self.pages.write(self.index, begin, key_states, value_states)
@@ -97,10 +99,56 @@ class PagedCache(Cache):  # type: ignore[misc]
         self.pages = Pages(memory, num_sequences)
         self.prompt: Any = None  #: token ids that it was begun with, where that is known
         self.pages.reserve(num_tokens)
+        self._given = 0  # so many tokens are there by `begin_at`
+        self._known: set[int] = set()  # layers whose K and V were looked at
         super().__init__(layers=[PagedLayer(self.pages, n, 0) for n in range(memory.shape.num_layers)])
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Pair:
+        """Keeps new tokens of a layer; K and V of all.
+
+        Raises:
+            ValueError: they are of another model than the memory is; the cache has the tokens from before this pass.
+            CacheFull: there is no room; nothing is written.
+        """
+        layers, shape = self.layers, self.pages.memory.shape
+        if not layer_idx and not self.is_even:
+            self.require_all_layers()
+        if layer_idx >= len(layers):
+            self._forget(max(0, layers[0].length - key_states.shape[-2]))
+            raise shape.misfit(f"a model of {layer_idx + 1} or more layers came")
+        if layer_idx not in self._known:
+            shape.require(key_states, value_states, layer_idx)
+            if layer_idx:  # the first layer is looked at in each pass: it may be another model's
+                self._known.add(layer_idx)
+        found: Pair = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return found
+
+    @property
+    def is_even(self) -> bool:
+        """Whether the last layer has as many tokens as the first: cheaper than `require_all_layers`, for each pass."""
+        return bool(self.layers[0].length == self.layers[-1].length)
+
+    def require_all_layers(self) -> None:
+        """Raises `ValueError` if the last pass did not come through all layers; its tokens are forgotten then."""
+        lengths = [layer.length for layer in self.layers]
+        if (shortest := min(lengths)) != max(lengths):
+            self._forget(shortest)
+            passed = sum(length > shortest for length in lengths)
+            raise self.pages.memory.shape.misfit(
+                f"the last pass came through {passed} of these layers, so it was another model's, or was cut off (its "
+                f"tokens are forgotten, compute them again)"
+            )
+
+    def _forget(self, num_tokens: int) -> None:
+        """All tokens but the first ones."""
+        for layer in self.layers:
+            layer.length = min(layer.length, num_tokens)
 
     def begin_at(self, num_tokens: int) -> None:
         """The first tokens are there already, or under way."""
+        self._given = num_tokens
         for layer in self.layers:
             layer.length = num_tokens
 
@@ -121,5 +169,8 @@ class PagedCache(Cache):  # type: ignore[misc]
     def __enter__(self) -> PagedCache:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        """Raises `ValueError` if the only pass behind a fetched prefix, which read it, was not through all layers."""
         self.close()
+        if kind is None and 0 < self._given == min(layer.length for layer in self.layers):
+            self.require_all_layers()

@@ -80,7 +80,7 @@ class PrefixStore:
         Args:
             token_ids: the prompt: [S], or [1, S].
             room: tokens that will be generated: blocks for them are taken now.
-            salt: tells tenants apart.
+            salt: tells tenants apart, and models of one shape with other weights; say the same to `keep`.
 
         Raises:
             CacheFull: there are too few blocks; nothing has moved.
@@ -118,7 +118,8 @@ class PrefixStore:
         Returns before the bytes have landed; the cache may be closed or go on meanwhile.
 
         Raises:
-            ValueError: a cache of several sequences, of another memory, of another prompt, or closed.
+            ValueError: a cache of several sequences, of another memory, of another prompt, or closed; or its last pass
+                did not come through all layers, as a model of fewer layers does. Nothing is kept.
             PoolFull: there is no room; nothing has changed.
         """
         if cache.pages.num_sequences != 1 or cache.pages.memory is not self.memory:
@@ -128,6 +129,7 @@ class PrefixStore:
         given = row_of(token_ids)
         if cache.prompt is not None and not np.array_equal(given[: len(cache.prompt)], cache.prompt[: len(given)]):
             raise ValueError("these are not the tokens of the cache: it was begun with another prompt")
+        cache.require_all_layers()
         tokens = given[: cache.get_seq_length()]
         move = self.kept.store(tokens, cache.blocks, salt=salt, after=order.computing(self.memory.device))
         cache.pages.hold(move, len(tokens))

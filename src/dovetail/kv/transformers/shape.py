@@ -1,12 +1,13 @@
 """What a model keeps of each token: layers, heads, their width, the type of the numbers.
 
-Read from a configuration of transformers. A model with layers of another kind than full attention is refused here.
+Read from a configuration of transformers. A model with layers of another kind than full attention is refused here, and
+so is one that does not fit what a memory was made for.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ class KVShape:
     def __post_init__(self) -> None:
         if min(self.num_layers, self.num_heads, self.head_dim) < 1:
             raise ValueError(f"a cache needs at least one layer, head and number, not {self}")
+
+    def __str__(self) -> str:
+        return f"{self.num_layers} layers, {_token(self.num_heads, self.head_dim, self.dtype)}"
 
     @property
     def row_bytes(self) -> int:
@@ -59,6 +63,37 @@ class KVShape:
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
             dtype=model.dtype,
         )
+
+    def require_model(self, model: Any) -> None:
+        """Raises `ValueError` if a model keeps something else of a token, and `NotSupported` as `of` does."""
+        found = KVShape.of(model)
+        if found != self and not (_casts(model.device) and replace(found, dtype=self.dtype) == self):
+            raise self.misfit(f"{type(model).__name__} has {found}")
+
+    def require(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
+        """Raises `ValueError` if a layer gives something else, [N, H, S, D] each. Compares numbers, reads no tensor."""
+        _, heads, _, width = keys.shape
+        fits = heads == self.num_heads and width == self.head_dim and values.shape == keys.shape
+        if fits and (keys.dtype == values.dtype == self.dtype or _casts(keys.device)):
+            return
+        came = [_token(states.shape[1], states.shape[3], states.dtype) for states in (keys, values)]
+        raise self.misfit(f"layer {layer} came with {came[0] if came[0] == came[1] else f'K {came[0]}; V {came[1]}'}")
+
+    def misfit(self, found: str) -> ValueError:
+        """What to raise where another model came: `found` says how that shows."""
+        return ValueError(
+            f"this memory was made for a model of {self}; {found}: make a memory for each model, "
+            f"PagedMemory.for_model(model, num_blocks)"
+        )
+
+
+def _token(num_heads: int, head_dim: int, dtype: torch.dtype) -> str:
+    return f"{num_heads} KV heads, head dim {head_dim}, {dtype}"
+
+
+def _casts(device: torch.device) -> bool:
+    """Under autocast K and V may have types of their own, and attention makes one of them."""
+    return torch.is_autocast_enabled(device.type)
 
 
 def require_version() -> None:

@@ -58,6 +58,7 @@ class Steps:
         graphs: False for a model that can't be captured, since it looks at numbers of the GPU from the host.
 
     Raises:
+        ValueError: the memory was made for another model.
         NotSupported: another attention than sdpa and eager, a model that takes no positions, or `paged` where that
             does not fit.
     """
@@ -81,6 +82,7 @@ class Steps:
             raise NotSupported(f"steps need attn_implementation sdpa or eager, not {config._attn_implementation}")
         if "position_ids" not in inspect.signature(model.forward).parameters:
             raise NotSupported(f"steps say where tokens stand, and {type(model).__name__} takes no position_ids")
+        memory.shape.require_model(model)
         fits = attention.fits(model, memory)
         if paged and not fits:
             raise NotSupported(
@@ -161,6 +163,8 @@ class Steps:
             raise ValueError("steps are for caches of one sequence, in blocks of their own memory")
         if not cache.pages.is_open:
             raise ValueError("the cache is closed: make a new one")
+        if not cache.is_even:
+            cache.require_all_layers()
 
     def _short(self, ids: torch.Tensor, caches: Sequence[PagedCache]) -> torch.Tensor:
         """Tokens of one cache, or one of each of several; the logits of the last token of each, and perhaps more."""
