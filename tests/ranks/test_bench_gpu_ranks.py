@@ -160,7 +160,8 @@ def test_explain_for_a_gpu(gpu: Path, spare_pool: Callable[..., Pool]) -> None:
 
     profile_of = {"DOVETAIL_PROFILE": str(gpu)}
     (found,) = spare_pool(1, profile_of).run(job)
-    assert found["cuda"] == ("twoshot", "shipped default, 2 ranks, larger sizes (nearest to 1 ranks)")
+    assert found["cuda"].variant == "twoshot"
+    assert found["cuda"].reason.startswith("shipped default, 2 ranks (nearest to 1), larger sizes; the profile of ")
     assert found["cpu"].variant == "twoshot"
     assert found["same"]
     assert found["untouched"]

@@ -208,9 +208,9 @@ def test_rank_0_says_which_gpu_it_has_if_figures_of_one_are_there(
     of_gpu = {"cuda": {"device": "NVIDIA H200"}}
     for figures, wanted in (({"cpu": {CALL.op: {}}}, {}), (of_gpu, {"cuda": ["A100", 13]})):
         profile.save(profile.Profile(key=machine.profile_key(), sections={"fused": figures}))
-        assert json.loads(variants.notice(2))["gpu"] == wanted
+        assert json.loads(variants.notice())["gpu"] == wanted
     monkeypatch.setattr(driver, "load", _missing)
-    assert json.loads(variants.notice(2))["gpu"] == {"cuda": ["no GPU", 0]}
+    assert json.loads(variants.notice())["gpu"] == {"cuda": ["no GPU", 0]}
 
 
 def _missing(name: str) -> Any:

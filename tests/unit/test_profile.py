@@ -15,7 +15,24 @@ from dovetail import profile
 from dovetail.profile import Key, Profile
 
 KEY = Key(device="cpu A, 2 cores", driver="Linux 6", ranks=(2, 4), versions={"dovetail": "0.1.0", "torch": "2.13.0"})
-COLL = {"cpu": {"all_gather": {"2": [[1024, "b2b", 2.5], [None, "pcpy"]], "4": [[None, "bcst", 9]]}}}
+COLL = {
+    "cpu": {
+        "all_gather": {
+            "2": [[32768, "b2b", 2.5], [None, "pcpy", 900.0]],
+            "4": [[1 << 20, "bcst", 9], [None, "b2b"]],
+            "8": [[None, "pull"]],
+        }
+    }
+}
+POINTS = {
+    "cpu": {
+        "all_gather": {
+            "2": [[1024, "b2b", 2.5], [1024, "pcpy", 3.0], [16384, "b2b", 4.125], [65536, "pcpy", 9.0],
+                  [65536, "b2b", 12.0], [16 << 20, "pcpy", 12345.6]],
+            "4": [[1 << 20, "bcst", 9]],
+        }
+    }
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -38,9 +55,8 @@ def test_round_trip(saved: Path) -> None:
         (replace(KEY, driver="Linux 7"), "stale.*Linux 6.*Linux 7"),
         (replace(KEY, versions={"dovetail": "0.2.0", "torch": "2.13.0"}), "stale.*dovetail 0.1.0.*0.2.0"),
         (replace(KEY, versions={"dovetail": "0.1.0"}), "stale.*torch 2.13.0.*none"),
-        (replace(KEY, ranks=(2, 8)), "no figures for 8 ranks"),
     ],
-    ids=["foreign", "driver", "version", "gone", "ranks"],
+    ids=["foreign", "driver", "version", "gone"],
 )
 def test_stale_or_foreign_is_named_and_ignored(saved: Path, wanted: Key, reason: str) -> None:
     found, why = profile.load(saved, wanted)
@@ -48,6 +64,11 @@ def test_stale_or_foreign_is_named_and_ignored(saved: Path, wanted: Key, reason:
     assert str(saved) in why
     assert "ignored" in why
     assert re.search(reason, why)
+
+
+def test_a_profile_serves_numbers_of_ranks_that_it_has_no_figures_for(saved: Path) -> None:
+    found, _ = profile.load(saved, replace(KEY, ranks=(3, 8)))
+    assert found is not None
 
 
 @pytest.mark.parametrize(
@@ -77,15 +98,25 @@ def test_a_wrong_table_is_neither_saved_nor_loaded(saved: Path, rows: Any) -> No
     assert "coll.cpu.all_gather.2" in why
 
 
+@pytest.mark.parametrize("rows", [[[None, "a", 1.0]], [[1, "a"]], [[1, "a", "b"]], [7], 7])
+def test_wrong_points_are_neither_saved_nor_loaded(saved: Path, rows: Any) -> None:
+    wrong = {"points": {"cpu": {"all_gather": {"2": rows}}}}
+    with pytest.raises(ValueError, match=r"points\.cpu\.all_gather\.2"):
+        profile.save(Profile(key=KEY, sections=wrong), saved)
+
+
 def test_current_follows_the_environment(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOVETAIL_PROFILE", str(saved))
     assert profile.current(KEY)[0].origin == str(saved)
     found, why = profile.current(replace(KEY, device="cpu B"))
-    assert found is profile.default()
+    assert found.origin == "default"
+    assert found.sections == profile.default().sections
     assert "shipped default" in why
     assert "another device" in why
     monkeypatch.setenv("DOVETAIL_PROFILE", str(saved.with_name("none.json")))
-    assert "no profile at" in profile.current(KEY)[1]
+    none, why = profile.current(KEY)
+    assert "no profile at" in why
+    assert none.ignored == ""
 
 
 def test_save_without_a_path_goes_where_current_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +131,7 @@ def test_merge_keeps_what_the_newer_did_not_measure() -> None:
     both = old.merged(Profile(key=replace(KEY, ranks=(8,)), sections={"coll": table}))
     assert both.key.ranks == (2, 4, 8)
     gathered = both.sections["coll"]["cpu"]["all_gather"]
-    assert gathered == {"2": COLL["cpu"]["all_gather"]["2"], "4": [[None, "pcpy"]]}
+    assert gathered == COLL["cpu"]["all_gather"] | {"4": [[None, "pcpy"]]}
     with pytest.raises(ValueError, match="another device"):
         old.merged(Profile(key=replace(KEY, device="cpu B"), sections={}))
 
@@ -108,19 +139,51 @@ def test_merge_keeps_what_the_newer_did_not_measure() -> None:
 @pytest.mark.parametrize(
     ("ranks", "size_bytes", "variant", "reason"),
     [
-        (2, 0, "b2b", "up to 1024 bytes, measured 2.5 us"),
-        (2, 1024, "b2b", "up to 1024"),
-        (2, 1025, "pcpy", "larger sizes"),
-        (3, 1, "b2b", "2 ranks.*nearest to 3"),
-        (4, 1, "bcst", "measured 9 us"),
-        (16, 1, "bcst", "4 ranks.*nearest to 16"),
-        (1, 1, "b2b", "nearest to 1"),
+        (2, 0, "b2b", "2 ranks, up to 32 KiB, measured 2.5 us at 1 KiB"),
+        (2, 4000, "b2b", "2 ranks, up to 32 KiB, measured 2.5 us at 1 KiB"),
+        (2, 4200, "b2b", "2 ranks, up to 32 KiB, measured 4.125 us at 16 KiB"),
+        (2, 32768, "b2b", "2 ranks, up to 32 KiB, measured 4.125 us at 16 KiB"),
+        (2, 32769, "pcpy", "2 ranks, larger sizes, measured 9 us at 64 KiB"),
+        (2, 1 << 30, "pcpy", "2 ranks, larger sizes, measured 12346 us at 16 MiB"),
+        (3, 1, "b2b", "2 ranks (nearest to 3), up to 32 KiB, measured 2.5 us at 1 KiB"),
+        (4, 1, "bcst", "4 ranks, up to 1 MiB, measured 9 us at 1 MiB"),
+        (4, 1 << 21, "b2b", "4 ranks, not measured above 1 MiB (tune ran out of time), shipped default"),
+        (7, 1, "pull", "8 ranks (nearest to 7), not measured (tune ran out of time), shipped default"),
+        (1, 1, "b2b", "2 ranks (nearest to 1), up to 32 KiB, measured 2.5 us at 1 KiB"),
     ],
 )
 def test_choose(ranks: int, size_bytes: int, variant: str, reason: str) -> None:
-    choice = profile.choose("all_gather", ranks, size_bytes, profile=Profile(key=KEY, sections={"coll": COLL}))
-    assert choice.variant == variant
-    assert re.search(reason, choice.reason)
+    mine = Profile(key=KEY, sections={"coll": COLL, "points": POINTS}, date="then")
+    assert profile.choose("all_gather", ranks, size_bytes, profile=mine) == (variant, f"profile of then, {reason}")
+
+
+def test_without_points_no_time_is_quoted() -> None:
+    mine = Profile(key=KEY, sections={"coll": COLL}, date="then")
+    choice = profile.choose("all_gather", 2, 1 << 20, profile=mine)
+    assert choice == ("pcpy", "profile of then, 2 ranks, larger sizes")
+
+
+def test_what_ranks_are_told_of_the_points_is_what_reasons_quote() -> None:
+    mine = Profile(key=KEY, sections={"coll": COLL, "points": POINTS}, date="then")
+    told = profile.quoted(mine)
+    assert told["cpu"]["all_gather"]["2"] == [
+        [1024, "b2b", 2.5], [16384, "b2b", 4.125], [65536, "pcpy", 9.0], [16 << 20, "pcpy", 12345.6],
+    ]  # fmt: skip
+    short = replace(mine, sections={"coll": COLL, "points": told})
+    for ranks, size_bytes in ((2, 1), (2, 40000), (4, 1), (4, 1 << 30), (8, 1)):
+        whole = profile.choose("all_gather", ranks, size_bytes, profile=mine)
+        assert profile.choose("all_gather", ranks, size_bytes, profile=short) == whole
+
+
+def test_the_reason_says_why_it_is_not_the_profile_that_chose() -> None:
+    mine = Profile(key=KEY, sections={"coll": COLL}, date="then")
+    there = profile.choose("broadcast", 2, 1, profile=mine).reason
+    assert there == "shipped default, 2 ranks, up to 64 KiB; the profile of then has no figures for it"
+    other = replace(profile.default(), ignored="it is of another device (A; this is B)")
+    ignored = profile.choose("broadcast", 3, 1, profile=other).reason
+    wanted = "shipped default, 2 ranks (nearest to 3), up to 64 KiB; the profile is ignored: it is of another device"
+    assert ignored == f"{wanted} (A; this is B)"
+    assert profile.choose("broadcast", 2, 1).reason == "shipped default, 2 ranks, up to 64 KiB"
 
 
 def test_an_unknown_collective_falls_to_the_default_then_raises() -> None:

@@ -14,7 +14,7 @@ from dovetail.errors import DovetailError
 from dovetail.hw.gpu.device import Device
 from dovetail.hw.world import Group
 from dovetail.measure.machine import profile_key
-from dovetail.profile import Key, Profile, choose, current
+from dovetail.profile import Key, Profile, choose, current, quoted
 
 log = logging.getLogger("dovetail")
 
@@ -26,11 +26,11 @@ class Choice(NamedTuple):
     reason: str
 
 
-def notice(size: int) -> bytes:
+def notice() -> bytes:
     """What this rank would have all ranks do, if it is rank 0."""
-    profile, reason = current(profile_key([size]))
-    proved, _ = current(profile_key())  # figures depend on the number of ranks; the self-test and the proof do not
-    coll, fused = profile.sections.get("coll", {}), proved.sections.get("fused", {})
+    profile, _ = current(profile_key())
+    sections = profile.sections
+    fused = sections.get("fused", {})
     return json.dumps(
         {
             "variant": env.variant(),
@@ -38,12 +38,13 @@ def notice(size: int) -> bytes:
             "fused": fused,
             "gpu": {backend: _gpu(backend) for backend, figures in fused.items() if "device" in figures},
             "disable": env.disable(),
-            "coll": coll,
+            "coll": sections.get("coll", {}),
+            "points": quoted(profile),
             "date": profile.date,
             "origin": profile.origin,
-            "reason": reason,
-            "selftest": proved.sections.get("selftest", {}),
-            "engines": proved.sections.get("engines", {}),
+            "ignored": profile.ignored,
+            "selftest": sections.get("selftest", {}),
+            "engines": sections.get("engines", {}),
         }
     ).encode()
 
@@ -103,14 +104,19 @@ def variant_for(
         return Choice("swap", "input and output are one tensor")
     if len(names) == 1:
         return Choice(names[0], "the only variant")
-    key = Key(device="", driver="")
-    profile = Profile(
-        key=key, sections={"coll": told.get("coll", {})}, date=told.get("date", ""), origin=told.get("origin", "")
-    )
-    picked = choose(label, group.size, size_bytes, backend=backend, profile=profile if told.get("coll") else None)
+    picked = choose(label, group.size, size_bytes, backend=backend, profile=_profile(told))
     if picked.variant not in (*names, "torch"):
         return Choice(names[0], f"the profile names {picked.variant!r}, which {label} does not have")
     return Choice(*picked)
+
+
+def _profile(told: dict[str, Any]) -> Profile | None:
+    """As much of rank 0's profile as a choice depends on."""
+    if "coll" not in told:
+        return None
+    sections = {"coll": told["coll"], "points": told["points"]}
+    words = {name: told[name] for name in ("date", "origin", "ignored")}
+    return Profile(key=Key(device="", driver=""), sections=sections, **words)
 
 
 def untested(selftest: dict[str, Any], device: Device) -> str | None:

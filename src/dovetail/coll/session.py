@@ -54,7 +54,7 @@ def init(timeout: Any = None) -> Group:
         raise ValueError(f"DOVETAIL_VARIANT={forced!r} is no variant; there are {', '.join(sorted(known))}")
     seconds = None if timeout is None else float(getattr(timeout, "total_seconds", lambda: timeout)())
     rank, size, token, local = _find_place()
-    told = choose.notice(size)
+    told = choose.notice()
     token = f"{token}-{session.count + 1}"
     session.world = World(
         rank, size, token=token, notice=told, timeout_s=seconds, local=local, describe=describe_call

@@ -5,7 +5,7 @@ whoever chooses (`dovetail.coll`) loads it and asks. A profile of another machin
 ignored, and the shipped default serves instead.
 """
 
-from dovetail.profile.choice import Choice, choose
+from dovetail.profile.choice import Choice, choose, quoted
 from dovetail.profile.profile import SCHEMA, Key, Profile, current, default, load, save
 
-__all__ = ["SCHEMA", "Choice", "Key", "Profile", "choose", "current", "default", "load", "save"]
+__all__ = ["SCHEMA", "Choice", "Key", "Profile", "choose", "current", "default", "load", "quoted", "save"]

@@ -2,9 +2,11 @@
 
 Owns loading, validating, comparing and saving. The section "coll" is a table by backend, collective and number of
 ranks; each entry is a list of ``[max_bytes, variant]`` or ``[max_bytes, variant, time_us]`` rows in ascending order,
-the last with ``null`` for "any size":
+the last with ``null`` for "any size". In a measured profile a row without a time was not measured: it is the shipped
+default's. The section "points" has all that was measured, as ``[size_bytes, variant, time_us]``:
 
-    {"coll": {"cpu": {"all_reduce": {"2": [[16384, "oneshot", 3.1], [null, "twoshot"]]}}}}
+    {"coll": {"cpu": {"all_reduce": {"2": [[16384, "oneshot", 3.1], [null, "twoshot"]]}}},
+     "points": {"cpu": {"all_reduce": {"2": [[16384, "oneshot", 3.1], [16384, "twoshot", 4.2]]}}}}
 
 Other sections are kept as they are; the packages that own them validate them.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
@@ -35,7 +37,7 @@ class Key:
     driver: str
     """The kernel or the GPU driver, with its version."""
     ranks: tuple[int, ...] = ()
-    """Numbers of ranks: those measured, or, of a key that is asked for, those that are needed."""
+    """Numbers of ranks that collectives were measured with. Others take the nearest: no profile is refused for them."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Versions of the software that the figures depend on."""
 
@@ -49,9 +51,6 @@ class Key:
             then, now = self.versions.get(name, "none"), wanted.versions.get(name, "none")
             if then != now:
                 return f"it is stale: measured with {name} {then}, this is {now}"
-        if missing := sorted(set(wanted.ranks) - set(self.ranks)):
-            have = ", ".join(map(str, self.ranks)) or "none"
-            return f"it has no figures for {', '.join(map(str, missing))} ranks (it has {have})"
         return None
 
 
@@ -64,10 +63,12 @@ class Profile:
     date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     origin: str = "measured"
     """The file it came from, ``default`` for the shipped one, ``measured`` for a new one."""
+    ignored: str = ""
+    """Of the shipped default in force: why this machine's own profile is not; empty where there is none."""
 
     def merged(self, newer: Profile) -> Profile:
         """This profile with the figures of `newer` laid over it; `ValueError` when they are not of one machine."""
-        if reason := self.key.misfit(replace(newer.key, ranks=())):
+        if reason := self.key.misfit(newer.key):
             raise ValueError(f"the profiles cannot be merged: {reason}")
         ranks = tuple(sorted({*self.key.ranks, *newer.key.ranks}))
         return replace(newer, key=replace(newer.key, ranks=ranks), sections=_overlay(self.sections, newer.sections))
@@ -78,25 +79,16 @@ def load(path: str | os.PathLike[str], key: Key) -> tuple[Profile | None, str]:
 
     Never raises for what a file contains: a missing, broken, stale or foreign one gives None and the reason.
     """
-    try:
-        profile = _parse(json.loads(Path(path).read_text(encoding="utf-8")), str(path))
-    except FileNotFoundError:
-        return None, f"no profile at {path}; `dovetail tune` makes one"
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        return None, f"profile {path} ignored: it cannot be read ({error})"
-    except ValueError as error:
-        return None, f"profile {path} ignored: {error}"
-    if reason := profile.key.misfit(key):
-        return None, f"profile {path} ignored: {reason}; `dovetail tune` makes a new one"
-    return profile, f"profile {path} of {profile.date}"
+    profile, ignored = _found(path, key)
+    return profile, _line(path, profile, ignored)
 
 
 def current(key: Key) -> tuple[Profile, str]:
     """The profile in force: that of `DOVETAIL_PROFILE` or ~/.cache/dovetail/, otherwise the shipped default."""
-    profile, reason = load(env.profile_path(), key)
-    if profile is not None:
-        return profile, reason
-    return default(), f"shipped default ({reason})"
+    path = env.profile_path()
+    profile, ignored = _found(path, key)
+    line = _line(path, profile, ignored)
+    return (profile, line) if profile else (replace(default(), ignored=ignored), f"shipped default ({line})")
 
 
 def save(profile: Profile, path: str | os.PathLike[str] | None = None) -> Path:
@@ -104,6 +96,29 @@ def save(profile: Profile, path: str | os.PathLike[str] | None = None) -> Path:
     data = {"schema": SCHEMA, "date": profile.date, "key": asdict(profile.key), "sections": dict(profile.sections)}
     _parse(data, "this profile")
     return write_json(data, path if path is not None else env.profile_path())
+
+
+def _found(path: str | os.PathLike[str], key: Key) -> tuple[Profile | None, str]:
+    """The profile in `path`, or None and why it does not hold for `key`: an empty text where there is none."""
+    try:
+        profile = _parse(json.loads(Path(path).read_text(encoding="utf-8")), str(path))
+    except FileNotFoundError:
+        return None, ""
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        return None, f"it cannot be read ({error})"
+    except ValueError as error:
+        return None, str(error)
+    reason = profile.key.misfit(key)
+    return (None, reason) if reason else (profile, "")
+
+
+def _line(path: str | os.PathLike[str], profile: Profile | None, ignored: str) -> str:
+    """What came of looking for a profile."""
+    if profile:
+        return f"profile {path} of {profile.date}"
+    if ignored:
+        return f"profile {path} ignored: {ignored}; `dovetail tune` makes a new one"
+    return f"no profile at {path}; `dovetail tune` makes one"
 
 
 @cache
@@ -126,25 +141,36 @@ def _parse(data: object, origin: str) -> Profile:
         where = Key(device=str(key["device"]), driver=str(key["driver"]), ranks=ranks, versions=versions)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"its key is not understood ({error!r})") from None
-    _check_coll(sections.get("coll", {}))
+    _check_tables(sections)
     return Profile(key=where, sections=sections, date=data["date"], origin=origin)
 
 
-def _check_coll(section: Any) -> None:
-    """Raise `ValueError` that names the place when the section "coll" has not the form of the module's docstring."""
+def _check_tables(sections: Mapping[str, Any]) -> None:
+    """Raise `ValueError` that names the place when "coll" or "points" has not the form of the module's docstring."""
+    for where, rows in _entries("coll", sections.get("coll", {})):
+        if not rows or not all(_is_row(row) for row in rows):
+            raise ValueError(f"{where} must be rows [max_bytes or null, variant, time_us]")
+        limits = [row[0] for row in rows]
+        if limits[-1] is not None or None in limits[:-1] or limits[:-1] != sorted(set(limits[:-1])):
+            raise ValueError(f"{where} must ascend in max_bytes and end with null")
+    for where, rows in _entries("points", sections.get("points", {})):
+        if not all(_is_row(row) and len(row) == 3 and row[0] is not None for row in rows):
+            raise ValueError(f"{where} must be rows [size_bytes, variant, time_us]")
+
+
+def _entries(name: str, section: Any) -> Iterator[tuple[str, list[Any]]]:
+    """Every list of a table by backend, collective and number of ranks, with its place."""
     if not isinstance(section, dict) or not all(isinstance(table, dict) for table in section.values()):
-        raise ValueError("section 'coll' must be an object of backends")
+        raise ValueError(f"section {name!r} must be an object of backends")
     for backend, table in section.items():
         for collective, by_ranks in table.items():
-            where = f"coll.{backend}.{collective}"
+            where = f"{name}.{backend}.{collective}"
             if not isinstance(by_ranks, dict) or not all(ranks.isdecimal() for ranks in by_ranks):
                 raise ValueError(f"{where} must be an object by number of ranks")
             for ranks, rows in by_ranks.items():
-                if not isinstance(rows, list) or not rows or not all(_is_row(row) for row in rows):
-                    raise ValueError(f"{where}.{ranks} must be rows [max_bytes or null, variant, time_us]")
-                limits = [row[0] for row in rows]
-                if limits[-1] is not None or None in limits[:-1] or limits[:-1] != sorted(set(limits[:-1])):
-                    raise ValueError(f"{where}.{ranks} must ascend in max_bytes and end with null")
+                if not isinstance(rows, list):
+                    raise ValueError(f"{where}.{ranks} must be a list of rows")
+                yield f"{where}.{ranks}", rows
 
 
 def _is_row(row: Any) -> bool:
