@@ -88,3 +88,28 @@ def test_only_other_sections_were_measured(tuned: Path, group: SimpleNamespace) 
     profile.save(replace(here, sections={"selftest": {}}))
     wanted = "shipped default, 2 ranks, larger sizes; the profile of then has no figures for it"
     assert explained(group, 2, "all_to_all", 1).reason == wanted
+
+
+@pytest.mark.usefixtures("tuned")
+@pytest.mark.parametrize(
+    ("ours", "function"),
+    [
+        ("all_gather", dovetail.all_gather_into_tensor),
+        ("all_to_all", dovetail.all_to_all_single),
+        ("all_reduce", dovetail.all_reduce),
+        ("reduce_scatter", dovetail.reduce_scatter_tensor),
+        ("broadcast", dovetail.broadcast),
+        ("gather", dovetail.gather),
+        ("scatter", dovetail.scatter),
+        ("barrier", dovetail.barrier),
+    ],
+)
+def test_a_function_is_explained_by_its_name_too(ours: str, function: Any, group: SimpleNamespace) -> None:
+    name = function.__name__
+    assert explained(group, 2, name, 4096) == explained(group, 2, ours, 4096)
+    assert api.variants(name) == api.variants(ours)
+
+
+def test_an_unknown_name_lists_both_sorts(group: SimpleNamespace) -> None:
+    with pytest.raises(ValueError, match="no collective 'all_sing'; there are all_gather, .*all_gather_into_tensor"):
+        explained(group, 2, "all_sing", 1)

@@ -18,7 +18,7 @@ from dovetail.coll import choose, dispatch
 from dovetail.coll.arguments import Alias
 from dovetail.coll.dispatch import Request
 from dovetail.coll.dtypes import DTYPES, reduce_op, reducible
-from dovetail.coll.recipes import VARIANTS, Collective
+from dovetail.coll.recipes import C10D_NAMES, VARIANTS, Collective
 from dovetail.coll.registry import registry
 from dovetail.coll.session import group_of, session
 from dovetail.errors import NotSupported
@@ -342,6 +342,8 @@ def explain(
 ) -> choose.Choice:
     """What a call would run and why, without running it. `size_bytes` is what each rank contributes.
 
+    `collective` is a name of ours, such as "all_gather", or the function's, such as "all_gather_into_tensor".
+
     `device` is where the tensors would be, such as "cuda"; by default on the CPU. Other ranks take no part, and a GPU
     is asked for its name only: no context is made, and this rank may still use another.
     """
@@ -365,12 +367,12 @@ def _named_gpu(backend: str, index: int) -> Any:
 
 
 def variants(collective: str) -> tuple[str, ...]:
-    """The variants of a collective, besides "auto" and "torch"."""
+    """The variants of a collective, by either name, besides "auto" and "torch"."""
     return VARIANTS[_named(collective)]
 
 
 def _named(collective: str) -> Collective:
-    names = {c.name.lower(): c for c in VARIANTS}
+    names = {c.name.lower(): c for c in VARIANTS} | C10D_NAMES
     if collective not in names:
         raise ValueError(f"no collective {collective!r}; there are {', '.join(names)}")
     return names[collective]

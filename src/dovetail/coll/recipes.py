@@ -43,6 +43,13 @@ VARIANTS: dict[Collective, tuple[str, ...]] = {
     Collective.BARRIER: ("entry",),
 }
 
+#: What c10d, and so a public function, calls a collective where that is not its own name.
+C10D_NAMES = {
+    "all_gather_into_tensor": Collective.ALL_GATHER,
+    "all_to_all_single": Collective.ALL_TO_ALL,
+    "reduce_scatter_tensor": Collective.REDUCE_SCATTER,
+}
+
 AS_INPUT = -1  #: scratch as large as the input
 
 

@@ -13,14 +13,10 @@ from typing import Any
 from dovetail import coll
 from dovetail.coll import arguments
 from dovetail.coll.dispatch import BaselineWork
+from dovetail.coll.recipes import C10D_NAMES
 from dovetail.coll.session import group_of
 from dovetail.overlap.tasks import Mover, Pending, Traffic
 
-_KINDS = {
-    "all_gather_into_tensor": "all_gather",
-    "all_to_all_single": "all_to_all",
-    "reduce_scatter_tensor": "reduce_scatter",
-}
 _SPLITS = ("output_split_sizes", "input_split_sizes")
 _REDUCES = ("all_reduce", "reduce_scatter")
 
@@ -48,7 +44,7 @@ class Collective:
         if not given:
             raise ValueError(f"{name}: give it its tensors")
         first = given[0]
-        kind = _KINDS.get(name, name)
+        kind = C10D_NAMES[name].name.lower() if name in C10D_NAMES else name
         self._where = first.device
         self.device: Any = _device_of(self.group, given)
         local = self.device is not None and _on_one_gpu(self.group, self.device)
