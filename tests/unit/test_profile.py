@@ -125,6 +125,30 @@ def test_save_without_a_path_goes_where_current_looks(tmp_path: Path, monkeypatc
     assert profile.current(KEY)[0].key == KEY
 
 
+@pytest.mark.parametrize("text", ['{"schema": "dovet', "\xff", None], ids=["truncated", "unreadable", "foreign"])
+def test_a_profile_that_does_not_hold_is_kept_beside_the_new_one(
+    saved: Path, caplog: pytest.LogCaptureFixture, text: str | None
+) -> None:
+    if text is not None:
+        saved.write_bytes(text.encode("latin-1"))
+    old, key = saved.read_bytes(), replace(KEY, device="cpu B")
+    assert profile.save(Profile(key=key, sections={}), saved) == saved
+    assert saved.with_name("p.old.json").read_bytes() == old
+    assert f"{saved} is kept as p.old.json: it " in caplog.text
+    assert ("cannot be read" in caplog.text) == (text is not None)
+    assert profile.load(saved, key)[0] is not None
+    saved.write_text("again")
+    profile.save(Profile(key=key, sections={}), saved)
+    assert saved.with_name("p.old1.json").read_text() == "again"
+    assert saved.with_name("p.old.json").read_bytes() == old
+
+
+def test_a_profile_that_holds_is_replaced_in_its_place(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+    profile.save(Profile(key=KEY, sections={}), saved)
+    assert os.listdir(saved.parent) == ["p.json"]
+    assert not caplog.text
+
+
 def test_merge_keeps_what_the_newer_did_not_measure() -> None:
     old = Profile(key=KEY, sections={"coll": COLL})
     table = {"cpu": {"all_gather": {"4": [[None, "pcpy"]]}, "broadcast": {"8": [[None, "pcpy"]]}}}

@@ -14,17 +14,20 @@ Other sections are kept as they are; the packages that own them validate them.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from dovetail import env
 from dovetail.profile.file import write_json
 
+log = logging.getLogger("dovetail")
 SCHEMA = "dovetail.profile/1"
 
 
@@ -92,10 +95,19 @@ def current(key: Key) -> tuple[Profile, str]:
 
 
 def save(profile: Profile, path: str | os.PathLike[str] | None = None) -> Path:
-    """Write `profile` to `path`, or where `current` looks for it; a file that cannot be loaded again is not written."""
+    """Write `profile` to `path`, or where `current` looks for it; a file that cannot be loaded again is not written.
+
+    A file there that does not hold where `profile` does is kept beside it under another name, with a warning.
+    """
     data = {"schema": SCHEMA, "date": profile.date, "key": asdict(profile.key), "sections": dict(profile.sections)}
     _parse(data, "this profile")
-    return write_json(data, path if path is not None else env.profile_path())
+    target = Path(path if path is not None else env.profile_path())
+    _, ignored = _found(target, profile.key)
+    if ignored and target.is_file():
+        kept = _free_name(target)
+        target.rename(kept)
+        log.warning("the profile that was in %s is kept as %s: %s", target, kept.name, ignored)
+    return write_json(data, target)
 
 
 def _found(path: str | os.PathLike[str], key: Key) -> tuple[Profile | None, str]:
@@ -119,6 +131,12 @@ def _line(path: str | os.PathLike[str], profile: Profile | None, ignored: str) -
     if ignored:
         return f"profile {path} ignored: {ignored}; `dovetail tune` makes a new one"
     return f"no profile at {path}; `dovetail tune` makes one"
+
+
+def _free_name(path: Path) -> Path:
+    """``profile.json`` -> ``profile.old.json``, with a number where that is taken."""
+    names = (path.with_name(f"{path.stem}.old{number or ''}{path.suffix}") for number in count())
+    return next(name for name in names if not name.exists())
 
 
 @cache
