@@ -18,6 +18,7 @@ import pytest
 from dovetail import cli, profile
 from dovetail.bench import runner, tune
 from dovetail.bench.spec import COLLECTIVES
+from dovetail.cli import bench
 from dovetail.measure import machine, openmpi, record
 
 LIMIT_S = 120
@@ -101,6 +102,22 @@ def test_sum_that_mpi_cannot_is_left_out_with_a_line(
     words = ("-b", "1K", "-e", "1K", "--dtype", "float16", "--baseline", "openmpi", "--quick", "--iters", "2")
     inside("bench", "all_reduce", *words)
     assert "note: all_reduce: openmpi left out: MPI has no type for float16" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_run_that_measured_nothing_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "_QUICK_LIMIT_S", 1e-9)  # over before the ranks are there
+    file = tmp_path / "bench.json"
+    words = ["--ranks", "2", "-b", "1K", "-e", "1K", "--quick", "--baseline", "none", "--json", str(file)]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", "all_gather", *words])
+    assert ended.value.code == cli.FAILED
+    said = capsys.readouterr().err
+    assert "note: out of time: 1 of 1 cases were not measured; leave out --quick to have them" in said
+    assert "dovetail: nothing was measured; the notes say why" in said
+    assert not file.exists()
 
 
 def worker(tmp_path: Path, text: str) -> tuple[str, ...]:

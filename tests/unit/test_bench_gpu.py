@@ -22,6 +22,8 @@ from dovetail.bench.gpu import beside, energy, verdict
 from dovetail.bench.gpu.phases import Phases, split, well_placed
 from dovetail.bench.gpu.plans import crossing_plan
 from dovetail.bench.gpu.spec import VARIANTS, Bounds, CollectiveSpec
+from dovetail.cli import _gpu
+from dovetail.errors import DovetailError
 from dovetail.measure.energy import Energy
 from dovetail.plan import passes
 from dovetail.plan.check import check
@@ -326,6 +328,15 @@ def test_commands_write_records(found: dict[str, Any]) -> None:
 def test_beside_without_a_gpu_for_torch_fails(found: dict[str, Any]) -> None:
     assert found["bench beside"] == {"status": cli.FAILED, "record": None}
     assert "dovetail: the GEMM needs a GPU that torch sees" in found["stderr"]
+
+
+def test_a_run_that_measured_nothing_has_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Such as when all sizes need more pinned memory than there may be."""
+    outcome = _gpu.Outcome(title="t", rows=[], columns={}, share="share", lines=[], notes=["1G left out"], facts={})
+    with pytest.raises(DovetailError, match="nothing was measured; the notes say why"):
+        _gpu.show(outcome, tmp_path / "bench.json")
+    assert "note: 1G left out" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def rows_of(times: dict[str, dict[int, float]]) -> list[dict[str, Any]]:

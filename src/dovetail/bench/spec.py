@@ -21,6 +21,8 @@ TENSORS = ("symmetric", "ordinary")
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
 AUTO, TORCH = "auto", "torch"
 """Variants that every collective has: the one that is chosen, and the caller's own process group."""
+OUT_OF_TIME = "out of time"
+"""How a note about cases that `limit_s` left out begins."""
 SWAP = "swap"
 """The variant of all_to_all that exchanges in place: it is measured with one tensor as input and output."""
 

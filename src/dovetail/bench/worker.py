@@ -28,7 +28,7 @@ from dovetail.bench.cell import Cell
 from dovetail.bench.contender import Backend
 from dovetail.bench.folder import Folder
 from dovetail.bench.placement import Placement
-from dovetail.bench.spec import CPU, Spec
+from dovetail.bench.spec import CPU, OUT_OF_TIME, Spec
 from dovetail.bench.start import StartLine
 from dovetail.measure import cores
 from dovetail.measure.sizes import format_bytes
@@ -70,7 +70,7 @@ class Worker:
             if self._rank == 0:
                 self._folder.report(done, len(cells), f"{collective} {format_bytes(size_bytes)}")
             if spec.limit_s is not None and self._agree(time.monotonic() - spec.began_s)[0] > spec.limit_s:
-                notes[f"out of time: {len(cells) - done} of {len(cells)} cases were not measured"] = None
+                notes[f"{OUT_OF_TIME}: {len(cells) - done} of {len(cells)} cases were not measured"] = None
                 break
             case = Case.of(collective, spec.ranks, size_bytes, spec.dtype)
             cell = Cell(

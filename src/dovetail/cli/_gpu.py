@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from dovetail.bench.gpu.spec import BESIDE, COPIES, Bounds, CollectiveSpec, Effort
-from dovetail.cli._output import save
+from dovetail.cli._output import refuse_nothing, save
 from dovetail.measure.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -141,10 +141,11 @@ def _session(bounds: Bounds) -> Iterator[Session]:
 
 
 def show(outcome: Outcome, json: Path | None) -> None:
-    """Table, notes and verdict; the record; exit 1 if a result was wrong."""
+    """Table, notes and verdict; the record; exit 1 if a result was wrong, or nothing was measured."""
     _table(outcome)
     for note in outcome.notes:
         print(f"note: {note}", file=sys.stderr)
+    refuse_nothing([*outcome.rows, *outcome.extra])
     for line in outcome.lines:
         print(line)
     rows = [*outcome.rows, *outcome.extra]

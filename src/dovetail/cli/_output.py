@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from dovetail.errors import DovetailError
 
 if TYPE_CHECKING:
     from dovetail.measure.record import Record
@@ -74,6 +76,12 @@ def profile_can_be_saved() -> None:
     from dovetail import env
 
     check_file("DOVETAIL_PROFILE", env.profile_path())
+
+
+def refuse_nothing(rows: Sequence[object]) -> None:
+    """Raises `DovetailError` where nothing was measured: what was not checked is not right."""
+    if not rows:
+        raise DovetailError("nothing was measured; the notes say why")
 
 
 def save(record: Record, path: Path) -> None:

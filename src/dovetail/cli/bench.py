@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dovetail.bench.gpu.spec import BACKENDS, BESIDE, COPIES, PEERS, WORK, Bounds, CollectiveSpec, Effort, one_of
-from dovetail.bench.spec import AUTO, COLLECTIVES, CPU, CUDA, DTYPES, OURS, TENSORS, Spec
+from dovetail.bench.spec import AUTO, COLLECTIVES, CPU, CUDA, DTYPES, OURS, OUT_OF_TIME, TENSORS, Spec
 from dovetail.cli import _ranks
-from dovetail.cli._output import PLOTS, Json
+from dovetail.cli._output import PLOTS, Json, refuse_nothing
 from dovetail.measure.sizes import format_bytes, geometric, parse_bytes
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def bench(
     """Measure a collective beside its baselines, in the manner of nccl-tests.
 
     Every result is checked on fresh random data before it is timed. All contenders run in the same processes, in turn,
-    from a common start; the time is the slowest rank's median. Exit 1 if a result was wrong.
+    from a common start; the time is the slowest rank's median. Exit 1 if a result was wrong, or nothing was measured.
 
     With --backend cuda rank 0 is the GPU and its peers are pinned host memory of this process: what is timed is what
     crosses the link. There are also copies (single ones) and beside (a GEMM beside transfers). With --peers ranks there
@@ -243,7 +243,9 @@ def bench(
         outcome = runner.run(spec, progress, placement.of(backend, force=force))
     _show(outcome.rows, spec)
     for note in outcome.notes:
-        print(f"note: {note}", file=sys.stderr)
+        mend = "; leave out --quick to have them" if note.startswith(OUT_OF_TIME) else ""
+        print(f"note: {note}{mend}", file=sys.stderr)
+    refuse_nothing(outcome.rows)
     until = ", until the GPU is done" if backend == CUDA else ""
     print(f"ratio = baseline's time / our time, geometric mean over sizes; time = slowest rank's median{until}")
     for verdict in verdicts(outcome.rows):
