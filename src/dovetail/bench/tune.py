@@ -11,14 +11,14 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dovetail import env, profile
 from dovetail.bench import runner
 from dovetail.bench.placement import Cpu, Placement
-from dovetail.bench.spec import COLLECTIVES, CPU, SWAP, TORCH, Spec
+from dovetail.bench.spec import COLLECTIVES, CPU, OUT_OF_TIME, SWAP, TORCH, Spec
 from dovetail.errors import DovetailError
 from dovetail.measure import machine
 
@@ -50,18 +50,20 @@ def measure(
     sizes: Sequence[int],
     budget_s: float,
     progress: AbstractContextManager[runner.Progress | None],
+    into: list[runner.Outcome],
     placement: Placement | None = None,
-) -> runner.Outcome:
-    """Every variant of every collective for every number of ranks, within about `budget_s`; on the CPU by default."""
+) -> None:
+    """Every variant of every collective, within about `budget_s`; on the CPU by default.
+
+    One number of ranks after the other; `into` gets the outcome of each when it is done, so that it has those before
+    if a later one fails or is interrupted.
+    """
     from dovetail import coll
 
     # The bench runs `swap` in place, and `auto` takes it for just those calls: it is no candidate for the others.
     names = dict.fromkeys([*(variant for name in COLLECTIVES for variant in coll.variants(name)), TORCH])
     variants = tuple(name for name in names if name != SWAP)
     deadline = time.monotonic() + budget_s
-    rows: list[Row] = []
-    notes: list[str] = []
-    gpu: dict[str, Any] | None = None
     where = placement or Cpu()
     with progress as tell:
         for index, number in enumerate(ranks):
@@ -79,9 +81,21 @@ def measure(
                 give_up=_GIVE_UP,
             )
             outcome = runner.run(spec, tell, where)
-            gpu = outcome.gpu
-            rows += outcome.rows
-            notes += [f"{number} ranks: {note}" for note in outcome.notes]
+            into.append(replace(outcome, notes=[_told(number, note) for note in outcome.notes]))
+
+
+def _told(ranks: int, note: str) -> str:
+    mend = "; a longer --budget has them" if note.startswith(OUT_OF_TIME) else ""
+    return f"{ranks} ranks: {note}{mend}"
+
+
+def joined(outcomes: Iterable[runner.Outcome]) -> runner.Outcome:
+    """All of them as one, on the GPU of the last."""
+    rows: list[Row] = []
+    notes: list[str] = []
+    gpu: dict[str, Any] | None = None
+    for outcome in outcomes:
+        rows, notes, gpu = rows + outcome.rows, notes + outcome.notes, outcome.gpu
     return runner.Outcome(rows=rows, notes=notes, gpu=gpu)
 
 

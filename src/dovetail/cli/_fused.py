@@ -15,6 +15,7 @@ from dovetail.cli import _output
 
 if TYPE_CHECKING:
     from dovetail.bench.fused.gpu import Measured
+    from dovetail.bench.fused.ranks import Measured as RanksMeasured
     from dovetail.bench.fused.spec import Spec
 
 Row = dict[str, Any]
@@ -222,16 +223,33 @@ def tune(backend: str, ranks: list[int], budget_s: float, force: bool, json: Pat
     from dovetail.bench.fused import ranks as between
     from dovetail.bench.fused import tune as tuning
     from dovetail.cli.bench import progress_bar
+
+    done: dict[int, RanksMeasured] = {}
+    try:
+        with progress_bar() as progress:
+            for number in ranks:
+                spec = between.tune_spec(grid.OPS, number, budget_s / len(ranks), backend)
+                done[number] = between.measure(spec, progress)
+    except BaseException:
+        if any(tuning.section(found.rows) for found in done.values()):
+            _output.ended_early(done, ranks)
+            _output.KEPT.append(str(_keep(done, backend, gpu, facts, json and _output.kept_apart(json))))
+        raise
+    _keep(done, backend, gpu, facts, json)
+    if not all(found.correct for found in done.values()):
+        print("a result was WRONG; it is not in the profile", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def _keep(
+    done: dict[int, RanksMeasured], backend: str, gpu: tuple[str, int] | None, facts: Row | None, json: Path | None
+) -> Path:
+    """Saves the times in the profile, shows who was fastest, and writes the record. Returns the profile's file."""
+    from dovetail.bench.fused import tune as tuning
     from dovetail.ops import choose
 
-    rows: list[Row] = []
-    notes: list[str] = []
-    with progress_bar() as progress:
-        for number in ranks:
-            spec = between.tune_spec(grid.OPS, number, budget_s / len(ranks), backend)
-            found = between.measure(spec, progress)
-            rows += found.rows
-            notes += [f"{number} ranks: {note}" for note in found.notes]
+    rows = [row for found in done.values() for row in found.rows]
+    notes = [f"{number} ranks: {note}" for number, found in done.items() for note in found.notes]
     where = tuning.where(backend, *gpu) if gpu else None
     if where and where[choose.COLLECTIVES] == choose.TORCHS:
         said = "unfused ran on torch's collectives, and these figures hold until ours have passed the self-test"
@@ -243,6 +261,4 @@ def tune(backend: str, ranks: list[int], budget_s: float, force: bool, json: Pat
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     _write("tune", rows, facts, json)
-    if not all(row["correct"] for row in rows):
-        print("a result was WRONG; it is not in the profile", file=sys.stderr)
-        raise typer.Exit(1)
+    return saved

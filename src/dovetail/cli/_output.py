@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -82,6 +83,12 @@ def refuse_nothing(rows: Sequence[object]) -> None:
     """Raises `DovetailError` where nothing was measured: what was not checked is not right."""
     if not rows:
         raise DovetailError("nothing was measured; the notes say why")
+
+
+def ended_early(done: Collection[int], wanted: Iterable[int]) -> None:
+    """Says which numbers of ranks a command is done with that is ended before it has measured all that are wanted."""
+    kept, left = (", ".join(map(str, numbers)) for numbers in (done, [n for n in wanted if n not in done]))
+    print(f"ended early: what was measured with {kept} ranks is kept; with {left} it is not done", file=sys.stderr)
 
 
 def save(record: Record, path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,11 +12,12 @@ import typer
 from dovetail.bench.gpu.spec import BACKENDS, one_of
 from dovetail.bench.spec import CPU
 from dovetail.cli import _ranks
-from dovetail.cli._output import Json, profile_can_be_saved
+from dovetail.cli._output import KEPT, Json, ended_early, kept_apart, profile_can_be_saved
 from dovetail.cli.bench import progress_bar, words
 from dovetail.measure.sizes import format_bytes, geometric, parse_bytes
 
 if TYPE_CHECKING:
+    from dovetail.bench.runner import Outcome
     from dovetail.bench.tune import Winner
 
 _EXAMPLES = """Examples:
@@ -35,6 +37,7 @@ dovetail tune --only fused --ranks 2
 dovetail tune --only fused --backend cuda --ranks 2
 """
 _SECTIONS = ("coll", "kv", "overlap", "fused")
+_USUAL_S = 60.0
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -46,7 +49,10 @@ def register(app: typer.Typer) -> None:
 def tune(
     only: Annotated[str, typer.Option(help=f"Sections of the profile, out of {', '.join(_SECTIONS)}.")] = "coll",
     backend: Annotated[str, typer.Option(help="cpu, or cuda: tensors on GPUs, shared by ranks beyond them.")] = CPU,
-    budget: Annotated[str, typer.Option(help="Time for everything, such as 60s or 2m; kv: from 2m on, more.")] = "60s",
+    budget: Annotated[
+        str | None,
+        typer.Option(help="Time for everything: 60s for each number of ranks if not given. kv: from 2m on, more."),
+    ] = None,
     ranks: Annotated[str | None, typer.Option(help="Numbers of ranks to measure: 2,4; overlap: one.")] = None,
     begin: Annotated[str | None, typer.Option("--begin", "-b", help="coll: smallest size: 1K.")] = None,
     end: Annotated[str | None, typer.Option("--end", "-e", help="coll: largest size: 16M.")] = None,
@@ -67,8 +73,10 @@ def tune(
     between ranks that share them, best under MPS.
 
     The profile goes to ~/.cache/dovetail/ or DOVETAIL_PROFILE; figures in it for other numbers of ranks and for the
-    other backend are kept, and so is all else in it. A variant with a wrong result is never chosen. Exit 1 if there was
-    one. On a GPU the collectives' `auto` uses the figures where the self-test has passed (dovetail doctor --selftest).
+    other backend are kept, and so is all else in it. One that does not hold here is kept under another name. Numbers of
+    ranks that were done when the command is ended (Ctrl-C) are saved. A variant with a wrong result is never chosen.
+    Exit 1 if there was one. On a GPU the collectives' `auto` uses the figures where the self-test has passed (dovetail
+    doctor --selftest).
     """
     one_of("backend", backend, BACKENDS)
     profile_can_be_saved()
@@ -88,31 +96,57 @@ def tune(
         number = _numbers(ranks) if ranks is not None else [None]
         if len(number) != 1:
             raise ValueError(f"--ranks: with --only overlap one number of ranks is measured, not {ranks}")
-        _overlap.tune(backend, number[0], parse_seconds(budget), force, json)
+        _overlap.tune(backend, number[0], _seconds(budget), force, json)
         return
     if only == "fused":
         refuse({"begin": begin, "end": end, "factor": factor}, "--only coll")
         refuse({"cache": cache}, "--only kv")
         from dovetail.cli import _fused
 
-        _fused.tune(backend, _numbers("2" if ranks is None else ranks), parse_seconds(budget), force, json)
+        counts = _numbers("2" if ranks is None else ranks)
+        _fused.tune(backend, counts, _seconds(budget, len(counts)), force, json)
         return
     if only == "kv":
         refuse({"ranks": ranks, "begin": begin, "end": end, "factor": factor}, "--only coll")
         from dovetail.cli import _kv
 
-        _kv.tune(backend, parse_bytes(cache or "16G"), parse_seconds(budget), force, json)
+        _kv.tune(backend, parse_bytes(cache or "16G"), _seconds(budget), force, json)
         return
     refuse({"cache": cache}, "--only kv")
     numbers = _numbers("2,4" if ranks is None else ranks)
     sizes = geometric(begin or "1K", end or "16M", factor or 4)
-    budget_s = parse_seconds(budget)
+    _collectives(backend, numbers, sizes, _seconds(budget, len(numbers)), force, json)
+
+
+def _collectives(
+    backend: str, ranks: list[int], sizes: list[int], budget_s: float, force: bool, json: Path | None
+) -> None:
+    """Measures, saves and shows; numbers of ranks that are done are saved whatever ends the others."""
     from dovetail.bench import placement
     from dovetail.bench import tune as tuning
 
-    outcome = tuning.measure(numbers, sizes, budget_s, progress_bar(), placement.of(backend, force=force))
+    done: list[Outcome] = []
+    try:
+        tuning.measure(ranks, sizes, budget_s, progress_bar(), done, placement.of(backend, force=force))
+    except BaseException:
+        outcome = tuning.joined(done)
+        if tuning.winners(outcome.rows, backend):
+            ended_early(ranks[: len(done)], ranks)
+            KEPT.append(str(_keep(outcome, backend, sizes[-1], json and kept_apart(json))))
+        raise
+    outcome = tuning.joined(done)
+    _keep(outcome, backend, sizes[-1], json)
+    if not outcome.correct:
+        print("a result was WRONG; that variant is not in the profile", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def _keep(outcome: Outcome, backend: str, up_to: int, json: Path | None) -> Path:
+    """Saves the fastest in the profile, shows them, and writes the record. Returns the profile's file."""
+    from dovetail.bench import tune as tuning
+
     found = tuning.winners(outcome.rows, backend)
-    saved, kept = tuning.save(found, outcome.rows, backend, sizes[-1])
+    saved, kept = tuning.save(found, outcome.rows, backend, up_to)
     _show(found)
     print(f"profile: {saved}")
     for note in [*outcome.notes, *kept, *_untested(backend)]:
@@ -121,9 +155,12 @@ def tune(
         from dovetail.cli import _gpu
 
         _gpu.write("tune", outcome.rows, outcome.gpu, json)
-    if not outcome.correct:
-        print("a result was WRONG; that variant is not in the profile", file=sys.stderr)
-        raise typer.Exit(1)
+    return saved
+
+
+def _seconds(budget: str | None, num_runs: int = 1) -> float:
+    """The time that is given, or the usual one for so many numbers of ranks."""
+    return _USUAL_S * num_runs if budget is None else parse_seconds(budget)
 
 
 def refuse(given: dict[str, object], where: str) -> None:
