@@ -74,22 +74,30 @@ def test_a_fit_writes_a_machine_that_can_be_used(tmp_path: Path, capsys: pytest.
     mine = tmp_path / "mine.toml"
     free = "host.submit_ns,engine.poll_ns"
     assert run("simulate", "fit", *tables, "--free", free, "--output", str(mine), "--name", "mine") == 0
-    text = capsys.readouterr().out
-    assert "held out" in text
+    told = capsys.readouterr()
+    assert "held out" in told.out
+    assert "warning" not in told.err
     machine = files.load(mine)
     assert machine.name == "mine"
+    assert machine.title == "mine, fitted from mi300x to mi300x_all_gather.json, mi300x_phases.json, every second size"
     assert "mi300x_all_gather.json, mi300x_phases.json, every second size" in machine.sources["host.submit_ns"].note
     assert run("simulate", "collective", "--machine", str(mine), "-b", "1K", "-e", "1K") == 0
 
 
-def test_a_profile_becomes_a_machine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("noise", [1, 9], ids=["smooth", "noisy"])
+def test_a_profile_becomes_a_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str], noise: int) -> None:
+    """One that is off by far is told to be."""
     sizes = [1 << k for k in range(10, 22)]
-    points = [[size, variant, 3 + size / 5000] for size in sizes for variant in ("pcpy", "b2b", "pull")]
+    points = [
+        [size, variant, (3 + size / 5000) * noise ** (k % 4)]
+        for k, size in enumerate(sizes) for variant in ("pcpy", "b2b", "pull")
+    ]  # fmt: skip
     profile = {"schema": "dovetail.profile/1", "sections": {"points": {"cpu": {"all_gather": {"2": points}}}}}
     path, mine = tmp_path / "profile.json", tmp_path / "mine.toml"
     path.write_text(json.dumps(profile))
     assert run("simulate", "fit", "--machine", "cpu-2core", "--table", str(path), "--output", str(mine)) == 0
     assert "profile.json" in files.load(mine).sources["engine.copy_gbps"].note
+    assert ("do not read its times" in capsys.readouterr().err) == (noise > 1)
 
 
 SYSTEM = {

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from dovetail.sim.tables import Target
 
 Row = dict[str, Any]
+#: Error (rms log) from which on a fit is told to be a poor one; that of the shipped model of two cores is 0.36.
+_POOR = 0.4
 
 
 def targets(words: Sequence[str], backend: str) -> list[Target]:
@@ -69,6 +71,21 @@ def _cells(e: Errors) -> list[str]:
     log = [f"{e.rms_log:.1%}", f"{e.within_15:.0%}", f"{e.within_25:.0%}"] if e.entries else ["-"] * 3
     points = [f"{within} of {e.rows}", f"{max(e.worst_points):.1f}"] if e.rows else ["-"] * 2
     return [str(e.entries), *log, str(e.rows), *points]
+
+
+def warning(found: Fit) -> str:
+    """What to say of a model that does not hold where it was not fitted; nothing of one that does."""
+    from dovetail.sim import fit
+
+    unseen = [p for p in found.predicted if p.held_out or not found.free]
+    error = fit.errors(unseen)
+    if not error.entries or error.rms_log <= _POOR:
+        return ""
+    where = "sizes that it was not fitted to" if found.free else "these sizes"
+    return (
+        f"on {where} the model is off by {error.rms_log:.0%} (rms): compare plans with it, but do not read its times. "
+        "Tables of more ranks than there are cores do not fit a model whose ranks all run at once"
+    )
 
 
 def winners(found: Fit) -> list[str]:

@@ -215,7 +215,7 @@ def fit(
     targets = work.targets(table, backend)
     there.require(max(target.case.ranks for target in targets), "a table")
     if check:
-        found = work.checked(there, targets)
+        found, note = work.checked(there, targets), ""
     else:
         names = None if free is None else [word.strip() for word in free.split(",")]
         note = f"{', '.join(Path(word.rpartition('=')[2]).name for word in table)}, every second size"
@@ -225,7 +225,11 @@ def fit(
     _print_table(f"error of the model (simulated, {there.name}: {there.title})", *work.errors(found))
     for line in work.winners(found):
         print(line)
-    new = dataclasses.replace(found.machine, name=name or found.machine.name)
+    if poor := work.warning(found):
+        print(f"warning: {poor}", file=sys.stderr)
+    new = found.machine
+    if name is not None:
+        new = dataclasses.replace(new, name=name, title=f"{name}, fitted from {there.name} to {note}")
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         print(f"machine file: {files.write(new, output)}")
