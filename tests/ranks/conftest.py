@@ -92,10 +92,10 @@ class Forked:
     def Pipe(self, *, duplex: bool) -> Any:
         return self._context.Pipe(duplex=duplex)
 
-    def Process(self, *, target: Callable[..., None], args: tuple[Any, ...], daemon: bool) -> Any:
+    def Process(self, *, target: Callable[..., None], args: tuple[Any, ...], daemon: bool, name: str) -> Any:
         self._started += 1
         job = (self._started, dict(os.environ), target, args)
-        return self._context.Process(target=_launched, args=job, daemon=daemon)
+        return self._context.Process(target=_launched, args=job, daemon=daemon, name=name)
 
 
 class Pool:

@@ -14,10 +14,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import dovetail
+from dovetail.errors import NotSupported, PeerError
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 100.0
@@ -54,6 +56,86 @@ def test_what_cannot_be_sent_is_said_before_anything_starts(monkeypatch: pytest.
 
     with pytest.raises(TypeError, match=r"work or its arguments can't be sent to the ranks: .*lock.*a file"):
         dovetail.launch(work, ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("fn", "ranks", "text"),
+    [
+        (3, 2, r"fn must be a function, not 3: launch\(fn, ranks, args\)"),
+        (print, "2", "ranks must be an int, 1 to 1024, not '2'"),
+        (print, 2.0, "ranks must be an int, 1 to 1024, not 2.0"),
+    ],
+    ids=["no function", "text", "float"],
+)  # fmt: skip
+def test_arguments_of_a_wrong_type_start_nothing(
+    fn: Any, ranks: Any, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dovetail.coll.spawn.mp", None)
+    with pytest.raises(TypeError, match=text):
+        dovetail.launch(fn, ranks)
+
+
+def _leave(how: Any) -> None:
+    """Ends rank 1, for which rank 0 waits."""
+    if dovetail.init().rank == 1:
+        raise how
+    dovetail.barrier()
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        (SystemExit(0), r"rank 1 called sys\.exit\(0\) before"),
+        (SystemExit("enough"), r"rank 1 called sys\.exit\('enough'\) before"),
+        (SystemExit(), r"rank 1 called sys\.exit\(\) before"),
+        (KeyboardInterrupt(), "rank 1 raised KeyboardInterrupt before"),
+    ],
+    ids=["0", "text", "nothing", "interrupt"],
+)  # fmt: skip
+@pytest.mark.usefixtures("forked")
+def test_a_rank_that_leaves_does_not_end_the_program(how: BaseException, text: str) -> None:
+    """It would end without a word, and with status 0."""
+    with pytest.raises(PeerError, match=text) as caught:
+        dovetail.launch(_leave, ranks=2, args=(how,))
+    assert caught.value.rank == 1
+    assert "_leave" in caught.value.__notes__[0]  # where it was
+
+
+def _launches() -> None:
+    dovetail.launch(print, ranks=2)
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_rank_launches_no_ranks() -> None:
+    with pytest.raises(NotSupported, match=r"launch can't be called on a rank.*dovetail\.new_group"):
+        dovetail.launch(_launches, ranks=1)
+
+
+NO_GUARD = """
+    import dovetail
+
+    def work():
+        return 1
+
+    dovetail.launch(work, ranks=2)
+"""
+
+
+def test_a_program_without_a_guard_is_told_once(tmp_path: Path) -> None:
+    """Each rank would launch ranks of its own when it imports the program."""
+    done = _script(tmp_path, NO_GUARD, "0")
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert 'put that call under `if __name__ == "__main__":`' in last
+
+
+def test_a_program_from_standard_input_is_refused() -> None:
+    done = subprocess.run(
+        [sys.executable], cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False,
+        input=textwrap.dedent(NO_GUARD),
+    )  # fmt: skip
+    assert "NotSupported: the program comes from stdin, which ranks can't import: save it" in done.stderr
 
 
 THREADS = """

@@ -24,15 +24,19 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import process as processes
 from multiprocessing import resource_tracker
 from typing import Any
 
-from dovetail.errors import DovetailError, PeerError, Timeout
+from dovetail.errors import DovetailError, NotSupported, PeerError, Timeout
 from dovetail.measure import cores
 
 MOST_RANKS = 1024
 """No machine has memory for as many processes; a larger number is a slip, and would take the machine down."""
 _GRACE_S = 2.0
+#: With this status a new process ends that calls `launch` before it is a rank: the program has no guard.
+_NO_GUARD = 113
+_NAME = "dovetail rank"  # of our processes, from the start
 #: Who set one of these has decided how many threads a process computes with.
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _PR_SET_PDEATHSIG = 1
@@ -124,12 +128,12 @@ def launch(
         env: variables to set in the children.
 
     Raises:
-        The error of the first rank that failed, with its traceback as a note; `PeerError` if a rank died without one;
-        `Timeout` if time is up. Before anything starts: `ValueError` for a wrong number of ranks, `TypeError` for what
-        can't be sent to them.
+        The error of the first rank that failed, with its traceback as a note; `PeerError` if a rank died without one
+        or called `sys.exit`; `Timeout` if time is up; `DovetailError` if the program calls `launch` when it is
+        imported. Before anything starts: `ValueError` for a wrong number of ranks, `TypeError` for arguments of a wrong
+        type and what can't be sent, `NotSupported` on a rank, and in a program that ranks can't import.
     """
-    if not 1 <= ranks <= MOST_RANKS:
-        raise ValueError(f"ranks must be 1 to {MOST_RANKS}, not {ranks}: each is a process of this machine")
+    ranks = _refuse(fn, ranks)
     job = _packed((fn, tuple(args)))
     token = uuid.uuid4().hex
     context = mp.get_context("spawn")
@@ -146,13 +150,44 @@ def launch(
                 "DOVETAIL_WORLD_SIZE": str(ranks),
             }
             with _interrupts_held(), _inherited(share):
-                process = context.Process(target=_child, args=(job, more, theirs), daemon=True)
+                process = context.Process(
+                    target=_child, args=(job, more, theirs), daemon=True, name=f"{_NAME} {rank}"
+                )  # fmt: skip
                 process.start()
                 theirs.close()
                 workers.append((process, ours))
         return _collect(workers, None if timeout is None else time.monotonic() + timeout)
     finally:
         _end(workers)
+
+
+def _refuse(fn: Any, ranks: Any) -> int:
+    """Raises what is wrong before anything is started; the number of ranks as an int."""
+    if not callable(fn):
+        raise TypeError(f"fn must be a function, not {fn!r}: launch(fn, ranks, args)")
+    try:
+        number = operator.index(ranks)
+    except TypeError:
+        raise TypeError(f"ranks must be an int, 1 to {MOST_RANKS}, not {ranks!r}") from None
+    if not 1 <= number <= MOST_RANKS:
+        raise ValueError(f"ranks must be 1 to {MOST_RANKS}, not {number}: each is a process of this machine")
+    here = processes.current_process()
+    if getattr(here, "_inheriting", False):  # multiprocessing's: this process imports the program before it begins
+        if here.name.startswith(_NAME):
+            raise SystemExit(_NO_GUARD)  # without a traceback: the launcher says it once
+        raise _no_guard()
+    if here.daemon:
+        raise NotSupported(
+            "launch can't be called on a rank, or in another daemonic process: such processes start none. Call it in "
+            "the program that started them; dovetail.new_group makes groups of the ranks that there are"
+        )
+    program = getattr(sys.modules["__main__"], "__file__", None) or ""
+    if program.startswith("<") and _ranks_import_main() and not os.path.exists(program):
+        raise NotSupported(
+            f"the program comes from {program.strip('<>')}, which ranks can't import: save it as a file and run that, "
+            "or give it to `python -c`"
+        )
+    return number
 
 
 @contextlib.contextmanager
@@ -231,8 +266,9 @@ def _child(job: bytes, more: dict[str, str], pipe: Any) -> None:
         import cloudpickle
 
         message = cloudpickle.dumps(("result", result))
-    except BaseException as error:
+    except BaseException as ended:
         text = traceback.format_exc()
+        error = _of_this_rank(ended, int(more["DOVETAIL_RANK"]))
         try:
             message = pickle.dumps(("error", error, text))
             pickle.loads(message)
@@ -240,6 +276,16 @@ def _child(job: bytes, more: dict[str, str], pipe: Any) -> None:
             message = pickle.dumps(("error", DovetailError(f"{type(error).__name__}: {error}"), text))
     pipe.send_bytes(message)
     pipe.close()
+
+
+def _of_this_rank(ended: BaseException, rank: int) -> BaseException:
+    """What the launcher raises for what ended a rank: that must not end the launcher itself without a word."""
+    if isinstance(ended, SystemExit):
+        how = "" if ended.code is None else repr(ended.code)
+        return PeerError(f"rank {rank} called sys.exit({how}) before its function returned a result", rank=rank)
+    if isinstance(ended, KeyboardInterrupt):
+        return PeerError(f"rank {rank} raised KeyboardInterrupt before its function returned a result", rank=rank)
+    return ended
 
 
 def _collect(workers: list[tuple[Any, Any]], deadline: float | None) -> list[Any]:
@@ -259,12 +305,7 @@ def _collect(workers: list[tuple[Any, Any]], deadline: float | None) -> list[Any
                 kind, *content = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
                 workers[rank][0].join(_GRACE_S)
-                failed.append(
-                    (
-                        rank,
-                        PeerError(f"rank {rank} ended without a result, {_how(workers[rank][0].exitcode)}", rank=rank),
-                    )
-                )
+                failed.append((rank, _without_a_word(rank, workers[rank][0].exitcode)))
                 continue
             if kind == "result":
                 results[rank] = content[0]
@@ -272,12 +313,32 @@ def _collect(workers: list[tuple[Any, Any]], deadline: float | None) -> list[Any
                 content[0].add_note(f"on rank {rank}:\n{content[1]}")
                 failed.append((rank, content[0]))
     if failed:
-        # An error about a peer is a consequence; the cause, if some rank reports one, is worth more.
-        failed.sort(key=lambda f: isinstance(f[1], (PeerError, Timeout)))
-        raise failed[0][1]
+        raise min(failed, key=_consequence)[1]
     if waiting:
         raise Timeout(f"ranks {sorted(waiting.values())} did not finish in time; they were ended")
     return [results[r] for r in range(len(workers))]
+
+
+def _consequence(failed: tuple[int, BaseException]) -> int:
+    """An error about a peer is a consequence; the cause, if some rank reports one, is worth more."""
+    rank, error = failed
+    if isinstance(error, PeerError):
+        return 1 if error.rank == rank else 2
+    return 2 if isinstance(error, Timeout) else 0
+
+
+def _without_a_word(rank: int, code: int | None) -> DovetailError:
+    """The error of a rank that ended and said nothing."""
+    if code == _NO_GUARD:
+        return _no_guard()
+    return PeerError(f"rank {rank} ended without a result, {_how(code)}", rank=rank)
+
+
+def _no_guard() -> DovetailError:
+    return DovetailError(
+        'the program calls launch when a rank imports it: put that call under `if __name__ == "__main__":`, since '
+        "each rank imports the program before it begins"
+    )
 
 
 def _how(code: int | None) -> str:
