@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,30 @@ def test_timeout_says_where_everybody_is(spare_pool: Callable[..., Any], tmp_pat
     assert "rank 2 has not entered it" in texts[0]
     assert "rank 2 has not entered it" in texts[1]
     assert "all_reduce (twoshot, 4000 bytes)" in texts[0]
+
+
+def test_a_second_init_sets_the_time_limit(spare_pool: Callable[..., Any], tmp_path: Path) -> None:
+    """That of the world's group and of groups made later: inside of `launch` there is no other `init` to give it to."""
+
+    def job() -> tuple[float, ...]:
+        g = dovetail.init()
+        limits = [g.timeout_s]
+        with pytest.raises(ValueError, match="timeout must be seconds above 0, not -1"):
+            dovetail.init(timeout=-1)
+        with pytest.raises(TypeError, match="timeout must be seconds or a timedelta, not 'soon'"):
+            dovetail.init(timeout="soon")
+        limits.append(g.timeout_s)
+        assert dovetail.init(timeout=timedelta(seconds=0.25)) is g
+        limits += [g.timeout_s, dovetail.new_group([g.rank]).timeout_s, dovetail.init().timeout_s]
+        if g.rank == 0:
+            with pytest.raises(Timeout, match=r"made no progress for 0\.25 s: rank 1 has not entered it"):
+                dovetail.barrier()
+            (tmp_path / "over").touch()
+        else:
+            _await(tmp_path / "over")
+        return tuple(limits)
+
+    assert spare_pool(2).run(job) == [(60.0, 60.0, 0.25, 0.25, 0.25)] * 2
 
 
 def test_survivors_make_a_new_group(spare_pool: Callable[..., Any]) -> None:

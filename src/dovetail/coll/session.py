@@ -40,19 +40,23 @@ def init(timeout: Any = None) -> Group:
     """Joins the world and returns its group. All ranks call it; a second call returns the same group.
 
     Args:
-        timeout: seconds or a timedelta that a silent rank is waited for (default: DOVETAIL_TIMEOUT, 5 minutes).
+        timeout: seconds or a timedelta that a silent rank is waited for (default: DOVETAIL_TIMEOUT, 5 minutes). In a
+            second call, as inside of `dovetail.launch`: from now on, in this group and in groups that are made later.
 
     Raises:
         Timeout: a rank did not come.
         NotSupported: the native part is missing.
     """
+    seconds = None if timeout is None else _seconds(timeout)
     if session.world is not None:
+        if seconds is not None:
+            session.world.timeout_s = seconds
+            session.world.group.set_timeout(seconds)
         return session.world.group
     forced = env.variant()
     known = {name for names in VARIANTS.values() for name in names} | {"torch", "auto"}
     if forced and forced not in known:
         raise ValueError(f"DOVETAIL_VARIANT={forced!r} is no variant; there are {', '.join(sorted(known))}")
-    seconds = None if timeout is None else float(getattr(timeout, "total_seconds", lambda: timeout)())
     rank, size, token, local = _find_place()
     told = choose.notice()
     token = f"{token}-{session.count + 1}"
@@ -66,6 +70,17 @@ def init(timeout: Any = None) -> Group:
     if not local:
         log.warning("the ranks are on several hosts: collectives run on the torch process group")
     return session.world.group
+
+
+def _seconds(timeout: Any) -> float:
+    """Of a number or a timedelta."""
+    try:
+        seconds = float(getattr(timeout, "total_seconds", lambda: timeout)())
+    except (TypeError, ValueError):
+        raise TypeError(f"timeout must be seconds or a timedelta, not {timeout!r}") from None
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"timeout must be seconds above 0, not {timeout!r}")
+    return seconds
 
 
 def _find_place() -> tuple[int, int, str, bool]:
@@ -173,11 +188,15 @@ def group_of(group: Any) -> Group:
     return session.torch_groups[name]
 
 
-def new_group(ranks: Any, *, timeout: float | None = None) -> Group:
-    """A group of some ranks of the world. Only its members call this, in the same order for equal `ranks`."""
+def new_group(ranks: Any, *, timeout: Any = None) -> Group:
+    """A group of some ranks of the world. Only its members call this, in the same order for equal `ranks`.
+
+    `timeout`: as of `init`; by default the world's.
+    """
+    seconds = None if timeout is None else _seconds(timeout)
     made = world().new_group(list(ranks))
-    if timeout is not None:
-        made.set_timeout(timeout)
+    if seconds is not None:
+        made.set_timeout(seconds)
     return made
 
 
