@@ -32,7 +32,9 @@ class Variable:
 
 VARIABLES: Mapping[str, Variable] = {
     "DOVETAIL_CHECK": Variable(
-        kind="0 or 1", default="0", doc="Run the checker on every plan before its first use."
+        kind="0 or 1",
+        default="unset",
+        doc="Prove plans before their first run: 1 all, the library's own too; 0 none. Unset: those of callers.",
     ),
     "DOVETAIL_CUDA_LIBRARY": Variable(
         kind="name or path of a library", default="libcuda.so.1", doc="The CUDA driver to load."
@@ -117,9 +119,9 @@ def profile_path() -> Path:
     return Path(_get("DOVETAIL_PROFILE") or VARIABLES["DOVETAIL_PROFILE"].default).expanduser()
 
 
-def check() -> bool:
-    """Whether every plan is checked before its first use."""
-    return _flag("DOVETAIL_CHECK")
+def check() -> bool | None:
+    """Whether every plan is proved before its first run, or none; None: those that callers make."""
+    return _flag("DOVETAIL_CHECK") if _get("DOVETAIL_CHECK") else None
 
 
 def disable() -> bool:

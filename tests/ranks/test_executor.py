@@ -126,6 +126,45 @@ def test_refused(pools: Any, world: int) -> None:
     pools.get(world).run(job)
 
 
+def racing(world: int) -> Plan:
+    """Ranks send to the next one, and the last one does not wait: it would return before its output is there."""
+    a = Assembly("racing", world)
+    inp, out = a.buffer("input", Role.INPUT, 64), a.buffer("output", Role.OUTPUT, 64)
+    done = [a.signal(f"done {r}", r) for r in range(world)]
+    for r in range(world):
+        right = (r + 1) % world
+        copy = st.copy((r, inp, 0), (right, out, 0), 64)
+        a.goal(copy)
+        a.queue(r, 0, copy, st.signal(done[right]), *([st.wait(done[r])] if right else []))
+    return passes.entry(a.plan())
+
+
+@pytest.mark.parametrize("world", [2])
+def test_a_wrong_plan_is_refused_on_every_rank(pools: Any, world: int) -> None:
+    """Before anything is posted: the group goes on. Without a proof it is taken as it is."""
+
+    def job(forced: str) -> str:
+        g = workers.world()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("DOVETAIL_CHECK", forced)
+            PlanRunner(g, racing(g.size), check=False) if forced != "1" else None
+            try:
+                PlanRunner(g, racing(g.size), check=forced != "1")
+                found = "taken"
+            except PlanError as error:
+                found = str(error)
+            PlanRunner(g, passes.entry(all_gather.pcpy(2, 400)))
+        workers.all_gather("pcpy", "mixed", 100, torch.float32, 3)
+        return found
+
+    pool = pools.get(world)
+    for forced in ("", "1"):
+        for text in pool.run(job, forced):
+            assert "race: rank 0 queue 0 step" in text
+            assert "writes rank 1 buffer output bytes [0, 64)" in text
+    assert pool.run(job, "0") == ["taken"] * world
+
+
 @pytest.mark.parametrize("world", [2])
 def test_bounds(spare_pool: Any, world: int) -> None:
     """A tensor smaller than its buffer, or one that peers can't reach, is refused on every rank before any copy."""

@@ -209,6 +209,14 @@ def test_plans_that_are_refused(ready: Ready, world: int) -> None:
         many.queue(0, 0, st.signal(np.arange(520)))
         with pytest.raises(NotSupported, match="signals on one rank; at most 511 fit"):
             GpuRunner(side, passes.entry(many.plan()))
+        good = passes.entry(all_gather.pcpy(2, 8))
+        first = good.queues[0]
+        wrong = good.replace(queues=(replace(first, steps=first.steps[:-1]), *good.queues[1:]))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("DOVETAIL_CHECK", raising=False)
+            GpuRunner(side, wrong, check=False)
+            with pytest.raises(PlanError, match="race"):
+                GpuRunner(side, wrong)
         # Ranks that run different plans see it before anything moves.
         other = GpuRunner(side, passes.entry(all_gather.pcpy(2, 8 * (1 + g.rank))))
         with pytest.raises(MismatchError, match="fingerprint"):

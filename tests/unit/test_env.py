@@ -41,7 +41,7 @@ def test_every_variable_has_an_accessor() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("DOVETAIL_CHECK", False),
+        ("DOVETAIL_CHECK", None),
         ("DOVETAIL_CUDA_LIBRARY", "libcuda.so.1"),
         ("DOVETAIL_DISABLE", False),
         ("DOVETAIL_ENGINES", 1),

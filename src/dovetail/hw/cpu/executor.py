@@ -11,15 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from dovetail import env
 from dovetail.errors import DovetailError, PlanError, Timeout
 from dovetail.hw.cpu import native
 from dovetail.hw.cpu.failure import error_of
 from dovetail.hw.cpu.program import compile_plan
 from dovetail.hw.layout import layout_of
+from dovetail.hw.proved import prove_first
 from dovetail.hw.slots import PLAN_CALL
 from dovetail.hw.world import Group
-from dovetail.plan.check import check
 from dovetail.plan.plan import ABSENT, Plan, SignalKind
 
 AS_SEEN = -1  #: of the native `meet`
@@ -72,14 +71,24 @@ class PlanTicket:
 class PlanRunner:
     """A plan, compiled for this rank of a group. Every member makes one from the same plan."""
 
-    def __init__(self, group: Group, plan: Plan) -> None:
+    def __init__(self, group: Group, plan: Plan, *, check: bool = True) -> None:
+        """A plan that is wrong is refused here, on every rank alike.
+
+        Args:
+            check: prove the plan first, once in a process: milliseconds for a few hundred steps, seconds for thousands.
+                The library's own plans come without, since tests prove them. `DOVETAIL_CHECK` set to 0 or 1 decides
+                for all plans.
+
+        Raises:
+            PlanError: the plan is wrong, or for another number of ranks.
+            NotSupported: this executor can't run it.
+        """
         if plan.world != group.size:
             raise PlanError(f"plan {plan.name} is for {plan.world} ranks, {group} has {group.size}")
         self.group, self.plan = group, plan
         self._layout = layout_of(plan)
         program = compile_plan(plan, group.rank, self._layout)
-        if env.check():
-            check(plan, runs=2)
+        prove_first(plan, wanted=check)
         self._names = [plan.buffers[n].name for n in self._layout.user]
         module = native.load()
         grows = self._layout.scratch_bytes < 0

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail import env
 from dovetail.errors import DovetailError, HardwareError, MismatchError, NotSupported
 from dovetail.hw.gpu.bind import Place
 from dovetail.hw.gpu.execution import Execution, Launch, Where
@@ -24,9 +23,9 @@ from dovetail.hw.gpu.ticket import GpuTicket
 from dovetail.hw.gpu.words import WordTable
 from dovetail.hw.gpu.world import ADOPTED, NOWHERE
 from dovetail.hw.layout import Layout, layout_of, numbered
+from dovetail.hw.proved import prove_first
 from dovetail.hw.slots import PLAN_CALL
 from dovetail.plan import passes
-from dovetail.plan.check import check
 from dovetail.plan.plan import ABSENT, AT_RUN, Plan, Role
 from dovetail.plan.step import NONE
 
@@ -52,6 +51,7 @@ class Spec:
     scratch_heap: int = 0  #: bytes that a rank with heap tensors gives to a staged plan
     scratch_ordinary: int = 0
     most_streams: int = 2
+    check: bool = False  #: prove its plans first
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +93,7 @@ class GpuCall:
                 raise NotSupported(
                     f"plan {plan.name} has {most} signals on one rank; at most {NUM_WORDS - 1} fit, and a gate"
                 )
-            if env.check():
-                check(plan, runs=2)
+            prove_first(plan, wanted=self.spec.check)
             self._plans[choice] = (plan, layout_of(plan))
         return self._plans[choice]
 
@@ -322,7 +321,8 @@ def _bounded(known: dict[Any, Any]) -> dict[Any, Any]:
 class GpuRunner:
     """Any plan on the GPUs of a group: the counterpart of `hw.cpu.executor.PlanRunner`, with the same arguments."""
 
-    def __init__(self, group: GpuGroup, plan: Plan, *, most_streams: int = 2) -> None:
+    def __init__(self, group: GpuGroup, plan: Plan, *, most_streams: int = 2, check: bool = True) -> None:
+        """`check`: as of `PlanRunner`; what is proved is the plan as the device takes it."""
         if plan.world != group.group.size:
             raise NotSupported(f"plan {plan.name} is for {plan.world} ranks, {group.group} has {group.group.size}")
         self.plan = plan
@@ -330,7 +330,7 @@ class GpuRunner:
         self._sizes = {b.name: b.sizes[group.group.rank] for b in plan.buffers}
         spec = Spec(
             call=PLAN_CALL | plan.fingerprint() << 8, size_bytes=0, plan_of=lambda _: plan, has_direct=True,
-            scratch_ordinary=0, most_streams=most_streams,
+            scratch_ordinary=0, most_streams=most_streams, check=check,
         )  # fmt: skip
         self._call = GpuCall(group, spec)
 
