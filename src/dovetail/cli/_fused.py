@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from dovetail.bench.gpu.spec import Bounds
-from dovetail.cli import _output
+from dovetail.cli import _output, _table
 
 if TYPE_CHECKING:
     from dovetail.bench.fused.gpu import Measured
@@ -115,12 +115,10 @@ def _judge(lines: list[str], notes: list[str]) -> None:
 
 def _show(rows: list[Row]) -> None:
     """A table for each operator: microseconds, and what `auto` took."""
-    from rich.console import Console
     from rich.table import Table
 
     from dovetail.bench.fused import verdict
 
-    console = Console() if sys.stdout.isatty() else Console(width=160)
     for op in dict.fromkeys(row["op"] for row in rows):
         mine = [row for row in verdict.shapes(rows) if row["op"] == op]
         names = [name for name in _SHORT if any(name in row["times_us"] for row in mine)]
@@ -141,7 +139,7 @@ def _show(rows: list[Row]) -> None:
             right = "" if row["correct"] else f" [red]WRONG: {', '.join(row['wrong'])}[/]"
             took = row.get("auto", {}).get("transport", "")
             table.add_row(row["shape"] + right, row["dtype"], *times, *shown, took)
-        console.print(table)
+        _table.show(table, wide=160, keys=2)
 
 
 def _number(value: float | None) -> str:

@@ -13,6 +13,7 @@ import typer
 
 from dovetail.bench.gpu.spec import BESIDE, COPIES, Bounds, CollectiveSpec, Effort
 from dovetail.cli._output import refuse_nothing, save
+from dovetail.cli._table import show as show_table
 from dovetail.measure.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -156,7 +157,6 @@ def show(outcome: Outcome, json: Path | None) -> None:
 
 
 def _table(outcome: Outcome) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=outcome.title, title_justify="left", box=None, pad_edge=False)
@@ -171,7 +171,7 @@ def _table(outcome: Outcome) -> None:
         share = row[outcome.share]
         cells = [*first, *(_cell(row[name]) for name in outcome.columns), "" if share is None else f"{share:.1%}"]
         table.add_row(*cells, "yes" if row["correct"] else "[red]NO[/]")
-    (Console() if sys.stdout.isatty() else Console(width=120)).print(table)
+    show_table(table, wide=120, keys=2 if sized else 1)
 
 
 def _cell(value: float | str | None) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from dovetail.bench.gpu.spec import Bounds
+from dovetail.cli import _table
 from dovetail.measure.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -146,11 +147,9 @@ def _named(row: dict[str, Any]) -> str:
 
 def _show(spec: Spec, rows: list[dict[str, Any]]) -> None:
     """A table for each layout and load."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console() if sys.stdout.isatty() else Console(width=120)
-    console.print(f"kv, cache of {format_bytes(spec.cache_bytes)}, {spec.outermost} outermost, random blocks")
+    print(f"kv, cache of {format_bytes(spec.cache_bytes)}, {spec.outermost} outermost, random blocks")
     for layout, beside in dict.fromkeys((row["layout"], row["beside"]) for row in rows):
         mine = [row for row in rows if (row["layout"], row["beside"]) == (layout, beside)]
         where = "" if beside == "idle" else f", beside {beside}"
@@ -170,4 +169,4 @@ def _show(spec: Spec, rows: list[dict[str, Any]]) -> None:
                 format_bytes(row["tokens"]), row["direction"], _named(row), str(row["copies"]), f"{row['plan_us']:.0f}",
                 *("" if row[k] is None else f"{row[k]:.0f}" for k in _TIMES), speed, share, *kept,
             )  # fmt: skip
-        console.print(table)
+        _table.show(table, wide=120, keys=3)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from dovetail.bench.gpu.spec import Bounds
+from dovetail.cli import _table
 
 if TYPE_CHECKING:
     from dovetail.bench.overlap import Sampled, Spec
@@ -166,12 +167,10 @@ def _on_ranks(spec: Spec) -> Found:
 
 def _show(rows: list[Row], backend: str) -> None:
     """A line for each scenario: the share of ideal of each strategy, and what `auto` took."""
-    from rich.console import Console
     from rich.table import Table
 
     from dovetail.bench.overlap import verdict
 
-    console = Console() if sys.stdout.isatty() else Console(width=120)
     title = "share of the ideal speedup, with the best number of cores; times alone in us"
     table = Table(title=f"overlap, {backend}: {title}", title_justify="left", box=None, padding=(0, 1, 0, 0))
     best = verdict.best_by_strategy(rows)
@@ -195,7 +194,7 @@ def _show(rows: list[Row], backend: str) -> None:
         right = "" if first["correct"] else " [red]WRONG[/]"
         chosen = [auto["setting"].replace("serial by", "serial"), f"{auto['regret']:.0%}"] if auto else ["", ""]
         table.add_row(scenario + right, first["class"].split("-")[0], *cells, *chosen)
-    console.print(table)
+    _table.show(table, wide=120)
 
 
 def tune(backend: str, ranks: int | None, budget_s: float, force: bool, json: Path | None) -> None:

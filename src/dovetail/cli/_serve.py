@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from dovetail.bench.gpu.spec import Bounds
+from dovetail.cli import _table
 from dovetail.measure.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -115,7 +116,6 @@ def _share(word: str) -> float:
 
 
 def _show(spec: Spec, rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     flight = f"{spec.in_flight} requests in flight, {spec.new_tokens} new tokens"
@@ -135,5 +135,4 @@ def _show(spec: Spec, rows: list[dict[str, Any]]) -> None:
             "" if rate is None else f"{rate:.0%}", row["contender"], row["path"], time,
             "" if speed is None else f"{speed:.2f}", differ, "same" if row["same_bits"] else "other",
         )  # fmt: skip
-    console = Console() if sys.stdout.isatty() else Console(width=150)
-    console.print(table)
+    _table.show(table, wide=150, keys=6)

@@ -17,6 +17,7 @@ from dovetail.bench.gpu.spec import BACKENDS, BESIDE, COPIES, PEERS, WORK, Bound
 from dovetail.bench.spec import AUTO, COLLECTIVES, CPU, CUDA, DTYPES, OURS, OUT_OF_TIME, TENSORS, Spec
 from dovetail.cli import _ranks
 from dovetail.cli._output import PLOTS, Json, refuse_nothing
+from dovetail.cli._table import show as show_table
 from dovetail.measure.sizes import format_bytes, geometric, parse_bytes
 
 if TYPE_CHECKING:
@@ -330,13 +331,10 @@ def _in_a_log() -> Callable[[int, int, str], None]:
 
 
 def _show(rows: list[dict[str, Any]], spec: Spec) -> None:
-    from rich.console import Console
-
-    console = Console() if sys.stdout.isatty() else Console(width=120)
     for collective in spec.collectives:
         own = [row for row in rows if row["collective"] == collective]
         if own:
-            console.print(_table(collective, own, spec))
+            show_table(_table(collective, own, spec), wide=120, keys=2)
 
 
 def _table(collective: str, rows: list[dict[str, Any]], spec: Spec) -> Table:

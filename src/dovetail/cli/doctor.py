@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dovetail import env
-from dovetail.cli import _ranks
+from dovetail.cli import _ranks, _table
 from dovetail.cli._output import Json, profile_can_be_saved, save
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _examine(json: Path | None) -> None:
 
     findings = [*examine(), *_forced()]
     styles = {State.OK: "green", State.WARNING: "yellow", State.FAILED: "red"}
-    console = _console()
+    console = _table.console(200)
     first = findings[0]
     console.print(f"[{styles[first.state]}]{first.check}[/]: {escape(first.value)}", highlight=False)
     if first.mend:
@@ -119,12 +119,6 @@ def _forced() -> list[Finding]:
         wrong.append(f"DOVETAIL_VARIANT={variant!r} is no variant; there are {', '.join(known)}")
     mend = "see docs/environment.md"
     return [Finding(check="forced choices", state=State.FAILED, value=text, mend=mend) for text in wrong]
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console() if sys.stdout.isatty() else Console(width=200)
 
 
 def _write(kind: str, rows: list[dict[str, Any]], path: Path, gpu: Mapping[str, Any] | None = None) -> None:
@@ -182,7 +176,7 @@ def _show_proofs(title: str, proofs: dict[str, Proof]) -> None:
     cells = {(t.path, t.form, t.size_bytes): str(t.who) for t in trials}
     for path, form in dict.fromkeys((t.path, t.form) for t in trials):
         table.add_row(path, form, *(cells.get((path, form, size), "") for size in sizes))
-    _console().print(table)
+    _table.show(table, wide=200, keys=2)
     for path, proof in proofs.items():
         print(f"{path}: {proof.who}" + (f" ({proof.why})" if proof.why else ""))
 
@@ -232,7 +226,7 @@ def _show_outcome(outcome: Outcome) -> None:
     for row in outcome.rows():
         failed = f"[red]{row['failed']}[/]" if row["failed"] else "0"
         table.add_row(row["collective"], row["variant"], str(row["cases"]), failed)
-    _console().print(table)
+    _table.show(table, wide=200, keys=2)
     for failure in outcome.failures[:_MOST_SHOWN]:
         print(f"FAILED {failure}")
     if len(outcome.failures) > _MOST_SHOWN:

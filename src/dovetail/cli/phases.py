@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from dovetail.bench.gpu.spec import BACKENDS, Bounds, one_of
+from dovetail.cli import _table
 from dovetail.cli._output import Json
 from dovetail.cli.bench import progress_bar
 from dovetail.measure.sizes import format_bytes, geometric, parse_bytes
@@ -47,7 +48,6 @@ def phases(
     bounds = Bounds(force=force, pin_bytes=None if pin is None else parse_bytes(pin))
     if backend == "cpu" and bounds != Bounds():
         raise ValueError("--force and --pin are for --backend cuda")
-    from rich.console import Console
     from rich.table import Table
 
     from dovetail.bench.phases import PHASES, measure
@@ -68,8 +68,7 @@ def phases(
     for row in found:
         cells = [f"{row[f'{phase}_us']:.3g} ({row[f'{phase}_share']:4.0%})" for phase in PHASES]
         table.add_row(format_bytes(row["size_bytes"]), *cells, f"{row['total_us']:.4g}", f"{1 - row['copy_share']:.0%}")
-    console = Console() if sys.stdout.isatty() else Console(width=120)
-    console.print(table)
+    _table.show(table, wide=120)
     if backend == "cuda":
         print(f"sync and schedule are known to {max(row['clock_error_us'] for row in found):.3g} us: the clocks' error")
     if json is not None:

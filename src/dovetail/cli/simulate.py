@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from dovetail.cli import _table
 from dovetail.cli._output import FILE, FOLDER, PLOT, Json, save
 from dovetail.measure.sizes import format_bytes, geometric
 
@@ -294,17 +295,15 @@ def _word(option: str, word: str, known: tuple[str, ...]) -> str:
 
 
 def _print_table(title: str, headings: list[str], rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
     for n, heading in enumerate(headings):
-        table.add_column(str(heading), justify="left" if n == 0 else "right")
+        table.add_column(str(heading), justify="left" if n == 0 or heading == "title" else "right")
     for row in rows:
         table.add_row(*(str(row[heading]) for heading in headings))
-    console = Console() if sys.stdout.isatty() else Console(width=160)
-    console.print(title, style="italic", highlight=False)
-    console.print(table)
+    _table.console(160).print(title, style="italic", highlight=False)
+    _table.show(table, wide=160)
 
 
 _Points = list[tuple[float, float]]
