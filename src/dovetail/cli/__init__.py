@@ -8,15 +8,18 @@ edited. A verb's file imports only light modules at its top; torch and the rest 
 Exit status: 0 ok, 1 a check failed, 2 usage. A verb raises ``typer.Exit(1)`` when a check of its own failed. A
 `DovetailError` that escapes ends the command with its message and status 1; a `ValueError` (a bad argument or a file
 that is no record) and an `OSError` with status 2. Messages go to stderr; what a verb was asked for goes to stdout.
-Ctrl-C ends it with 130 and SIGTERM with 143, either after ranks and temporary folders are gone.
+Ctrl-C ends it with 130, SIGTERM with 143 and SIGHUP, of a closed terminal, with 129, each after ranks and temporary
+folders are gone.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
+import os
 import pkgutil
 import signal
+import stat
 import sys
 import threading
 import time
@@ -30,7 +33,9 @@ from dovetail import __version__, env
 from dovetail.cli import _output
 from dovetail.errors import DovetailError
 
-OK, FAILED, USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
+OK, FAILED, USAGE, HUNG_UP, INTERRUPTED, TERMINATED = 0, 1, 2, 129, 130, 143
+#: How a signal ends a command: its status, and the word for it.
+_ENDS = {signal.SIGTERM: (TERMINATED, "terminated"), signal.SIGHUP: (HUNG_UP, "ended with its terminal")}
 _PUT_AWAY_S = 5.0
 
 
@@ -61,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its status."""
     words = list(sys.argv[1:] if argv is None else argv)
     _output.KEPT.clear()
-    with _terminated_like_interrupted() as came:
+    with _ended_like_interrupted() as came:
         try:
             build(words[0] if words else None)(args=words, prog_name="dovetail")
         except DovetailError as error:
@@ -72,29 +77,41 @@ def main(argv: Sequence[str] | None = None) -> None:
             if isinstance(ended, SystemExit) and ended.code != INTERRUPTED:
                 raise
             saved = f"what was done is in {', '.join(_output.KEPT)}" if _output.KEPT else "nothing was saved"
-            print(f"dovetail: {'terminated' if came else 'interrupted'}; {saved}", file=sys.stderr)
-            raise SystemExit(TERMINATED if came else INTERRUPTED) from None
+            status, how = _ENDS[came[-1][0]] if came else (INTERRUPTED, "interrupted")
+            print(f"dovetail: {how}; {saved}", file=sys.stderr)
+            raise SystemExit(status) from None
 
 
 @contextmanager
-def _terminated_like_interrupted() -> Iterator[list[float]]:
-    """SIGTERM ends the command as Ctrl-C does, so that its ranks and temporary folders go with it. Yields the times at
-    which it came. Another one soon after it, as `timeout` sends, does not disturb what is being put away."""
-    came: list[float] = []
+def _ended_like_interrupted() -> Iterator[list[tuple[signal.Signals, float]]]:
+    """SIGTERM and SIGHUP end the command as Ctrl-C does, so that its ranks and temporary folders go with it. Yields
+    what came, and when. Another one soon after it, as `timeout` sends, does not disturb what is being put away."""
+    came: list[tuple[signal.Signals, float]] = []
 
-    def end(*_: object) -> None:
-        if not came or time.monotonic() > came[-1] + _PUT_AWAY_S:
-            came.append(time.monotonic())
+    def end(number: int, _: object) -> None:
+        if not came or time.monotonic() > came[-1][1] + _PUT_AWAY_S:
+            came.append((signal.Signals(number), time.monotonic()))
+            if number == signal.SIGHUP:
+                _write_to_nobody()
             raise KeyboardInterrupt
 
-    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    if ours:
-        signal.signal(signal.SIGTERM, end)
+    in_main = threading.current_thread() is threading.main_thread()
+    ours = [number for number in _ENDS if in_main and signal.getsignal(number) == signal.SIG_DFL]  # not under nohup
+    for number in ours:
+        signal.signal(number, end)
     try:
         yield came
     finally:
-        if ours:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _write_to_nobody() -> None:
+    """A closed terminal takes no word more: writing to it would be an error in the midst of what is being put away."""
+    nobody = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        if stat.S_ISCHR(os.fstat(stream).st_mode):
+            os.dup2(nobody, stream)
 
 
 def _fail(error: Exception, status: int) -> None:

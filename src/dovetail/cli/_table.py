@@ -62,7 +62,7 @@ def _break_headings(table: Table) -> None:
     """A word on each line where that makes a column narrower; the last lines of all headings are level."""
     for column in table.columns:
         heading = str(column.header)
-        if len(heading) > max((len(str(cell)) for cell in column.cells), default=0):
+        if "\n" not in heading and len(heading) > max((len(str(cell)) for cell in column.cells), default=0):
             column.header = heading.replace(" ", "\n")
     most = max(str(column.header).count("\n") for column in table.columns)
     for column in table.columns:

@@ -194,14 +194,15 @@ def _refuse(fn: Any, ranks: Any) -> int:
 def _interrupts_held() -> Iterator[None]:
     """A Ctrl-C of the terminal reaches all its processes: a new one inherits that it is held, until it is ready for it.
 
-    Here it comes when this ends, also if another thread gets it meanwhile, and so does SIGTERM where it is handled: a
-    process that is half started would talk, or be forgotten.
+    Here it comes when this ends, also if another thread gets it meanwhile, and so do SIGTERM and SIGHUP where they are
+    handled: a process that is half started would talk, or be forgotten.
     """
     resource_tracker.ensure_running()  # it lets go of the signal when it starts its process
     came: list[tuple[int, Any]] = []
     held: dict[int, Callable[[int, Any], Any]] = {}
     if threading.current_thread() is threading.main_thread():
-        handlers = [(int(number), signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
+        ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        handlers = [(int(number), signal.getsignal(number)) for number in ends]
         held = {number: handler for number, handler in handlers if callable(handler)}
     for number in held:
         signal.signal(number, lambda *args: came.append(args))
