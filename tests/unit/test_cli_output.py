@@ -68,6 +68,14 @@ def test_refused_before_any_work(
     (tmp_path / f"folder{suffix}").mkdir()
     assert run(*words, str(tmp_path / f"folder{suffix}")) == cli.USAGE
     assert f"{option}: {tmp_path / f'folder{suffix}'} is a directory" in capsys.readouterr().err
+    missing = tmp_path / f"none/deeper/out{suffix}"
+    assert run(*words, str(missing)) == cli.USAGE
+    said = capsys.readouterr().err
+    told = f"can't be written: there is no folder {missing.parent}; make it, or name another"
+    assert said == f"dovetail: {option}: {missing} {told}\n"
+    if suffix != ".html":
+        assert run(*words, "-") == cli.USAGE
+        assert f"{option}: '-' is no file" in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"file", f"folder{suffix}"}
 
 
@@ -97,16 +105,23 @@ def test_places_that_take_no_file(path: str, message: str) -> None:
     assert stat.S_ISCHR(Path("/dev/null").stat().st_mode)
 
 
-def test_folders_above_are_made_and_an_old_file_is_replaced(tmp_path: Path) -> None:
-    out = tmp_path / "a/b/out.json"
+def test_an_old_file_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out.json"
     _output.check_file("--json", out)
     assert not list(tmp_path.iterdir())
     for _ in range(2):
         assert run("simulate", "machines", "--json", str(out)) == 0
     assert record.read(out).simulated
-    page = tmp_path / "c/d/page.html"
-    assert run("simulate", "collective", "-b", "1K", "-e", "1K", "--plot", str(page)) == 0
-    assert page.exists()
+    monkeypatch.chdir(tmp_path)
+    assert run("simulate", "collective", "-b", "1K", "-e", "1K", "--plot", "page.html") == 0
+    assert (tmp_path / "page.html").exists()
+
+
+def test_folders_above_the_profile_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of its usual place are missing on a fresh machine."""
+    monkeypatch.setenv("DOVETAIL_PROFILE", str(tmp_path / "a/b/profile.json"))
+    _output.profile_can_be_saved()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_of_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,11 +32,15 @@ def kept_apart(path: Path) -> Path:
     return found
 
 
-def check_file(what: str, path: Path, *, suffix: str = "") -> None:
-    """Raises `ValueError` unless a file can be written at `path`; folders above it may be missing. `what`: its option.
+def check_file(what: str, path: Path, *, suffix: str = "", makes_folders: bool = False) -> None:
+    """Raises `ValueError` unless a file can be written at `path`. Leaves nothing behind.
 
-    Leaves nothing behind.
+    Args:
+        what: its option.
+        makes_folders: folders above it may be missing; else that is refused, since most often it is a slip.
     """
+    if path == Path("-"):
+        raise ValueError(f"{what}: '-' is no file, and standard output has what is printed; name a file")
     if suffix and path.suffix != suffix:
         raise ValueError(f"{what}: {path} must end in {suffix}")
     try:
@@ -46,6 +50,8 @@ def check_file(what: str, path: Path, *, suffix: str = "") -> None:
             raise ValueError(f"{what}: {path} is no ordinary file")
         if path.exists() and not os.access(path, os.W_OK):
             raise ValueError(f"{what}: {path} is there and may not be written")
+        if not makes_folders:
+            _is_there(what, path)
         _try_in(path.parent)
     except OSError as error:
         raise _unwritable(what, path, error) from None
@@ -61,10 +67,21 @@ def check_folder(what: str, path: Path) -> None:
         raise _unwritable(what, path, error) from None
 
 
+def _is_there(what: str, path: Path) -> None:
+    """Raises `ValueError` if the folder of a file, or one above it, is missing."""
+    if _nearest(path.parent).is_dir() and not path.parent.exists():
+        raise ValueError(f"{what}: {path} can't be written: there is no folder {path.parent}; make it, or name another")
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder, or the first one above it that is there."""
+    whole = folder.absolute()
+    return next(place for place in (whole, *whole.parents) if place.exists())
+
+
 def _try_in(folder: Path) -> None:
     """Makes a file without a name in the folder, or in the first one above it that is there."""
-    whole = folder.absolute()
-    with tempfile.TemporaryFile(dir=next(place for place in (whole, *whole.parents) if place.exists())):
+    with tempfile.TemporaryFile(dir=_nearest(folder)):
         pass
 
 
@@ -76,7 +93,7 @@ def profile_can_be_saved() -> None:
     """Raises `ValueError` if the profile, in which a command would save what it finds, can't be written."""
     from dovetail import env
 
-    check_file("DOVETAIL_PROFILE", env.profile_path())
+    check_file("DOVETAIL_PROFILE", env.profile_path(), makes_folders=True)
 
 
 def refuse_nothing(rows: Sequence[object]) -> None:

@@ -232,7 +232,6 @@ def fit(
     if name is not None:
         new = dataclasses.replace(new, name=name, title=f"{name}, fitted from {there.name} to {note}")
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
         print(f"machine file: {files.write(new, output)}")
     _record("simulate_fit", work.rows(new.name, found), json)
 
@@ -316,7 +315,6 @@ def _plot(
     from dovetail.report import lines
 
     limits = {"link limit": limit}
-    path.parent.mkdir(parents=True, exist_ok=True)
     made = lines.write(path, series, limits=limits, like=like, title=title, note=note, x=x, y="time (us)")
     print(f"plot: {made}")
 
