@@ -216,7 +216,11 @@ def test_bad_arguments(pools: Any, world: int) -> None:
             (ValueError, "list of 2 tensors", lambda: dovetail.gather(torch.zeros(3), [torch.zeros(3)], g.rank)),
             (TypeError, "dovetail Group", lambda: dovetail.all_reduce(t, group="world")),
             (ValueError, "no negative sizes", lambda: dovetail.empty(-1)),
+            (TypeError, "a shape is made of ints.*not '8'", lambda: dovetail.empty("8")),
+            (TypeError, "a shape is made of ints.*not 8.5", lambda: dovetail.empty(8.5)),
+            (TypeError, "such as torch.float32, not 'float32'", lambda: dovetail.empty(8, dtype="float32")),
             (ValueError, "no collective", lambda: dovetail.explain("reduce_all", 10)),
+            (TypeError, "size_bytes must be an int.*not '1M'", lambda: dovetail.explain("all_gather", "1M")),
         ]
         for kind, text, call in bad:
             if "overlap" in text:
@@ -227,6 +231,17 @@ def test_bad_arguments(pools: Any, world: int) -> None:
             with pytest.raises(kind, match=text):
                 call()
         workers.all_reduce("auto", "mixed", 50, torch.float32, "sum", 9)
+
+    pools.get(world).run(job)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("world", [1])
+def test_a_gpu_that_torch_does_not_find(pools: Any, world: int) -> None:
+    def job() -> None:
+        for call in (dovetail.empty, lambda n, device: dovetail.explain("all_gather", n, device=device)):
+            with pytest.raises(NotSupported, match=r"device 'cuda' needs a GPU, and torch .* finds none: .*doctor"):
+                call(8, device="cuda")
 
     pools.get(world).run(job)
 

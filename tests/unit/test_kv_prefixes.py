@@ -231,6 +231,9 @@ def test_closing_waits_no_longer_than_it_is_told(device: Device) -> None:
 def test_a_pool_without_room_for_a_block() -> None:
     with pytest.raises(ValueError, match="a pool of 10 bytes holds no block"):
         Prefixes.on_cpu(LAYOUT, np.zeros(LAYOUT.size_bytes, np.uint8), pool_bytes=10)
+    wrong: Any = "16M"
+    with pytest.raises(TypeError, match="pool_bytes must be an int, such as 16 << 20, not '16M'"):
+        Prefixes.on_cpu(LAYOUT, np.zeros(LAYOUT.size_bytes, np.uint8), pool_bytes=wrong)
 
 
 def test_a_failed_pin_leaves_nothing_behind(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from dovetail.coll.dispatch import Request
 from dovetail.coll.dtypes import DTYPES, reduce_op, reducible
 from dovetail.coll.recipes import C10D_NAMES, VARIANTS, Collective
 from dovetail.coll.registry import registry
-from dovetail.coll.session import group_of, session
+from dovetail.coll.session import group_of, index_of, session
 from dovetail.errors import NotSupported
 from dovetail.hw.gpu.driver import load
 from dovetail.hw.world import Group
@@ -348,13 +348,15 @@ def explain(
     is asked for its name only: no context is made, and this rank may still use another.
     """
     wanted = _named(collective)
+    if not hasattr(size_bytes, "__index__"):
+        raise TypeError(f"size_bytes must be an int, what each rank contributes, such as 1 << 20, not {size_bytes!r}")
     where = torch.device("cpu" if device is None else device)
     if where.type == "cpu":
         return choose.variant_for(group_of(group), wanted, size_bytes, variant)
     if where.type != "cuda":
         raise ValueError(f"device must be the CPU or a GPU, such as 'cuda', not {where}")
     backend = "hip" if torch.version.hip else "cuda"
-    gpu = _named_gpu(backend, torch.cuda.current_device() if where.index is None else where.index)
+    gpu = _named_gpu(backend, index_of(where))
     return choose.variant_for(group_of(group), wanted, size_bytes, variant, backend=backend, device=gpu)
 
 

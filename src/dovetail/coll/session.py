@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import logging
+import operator
 import os
 import sys
 import uuid
@@ -17,7 +18,7 @@ from typing import Any
 from dovetail import env
 from dovetail.coll import choose
 from dovetail.coll.recipes import VARIANTS, describe_call
-from dovetail.errors import DovetailError
+from dovetail.errors import DovetailError, NotSupported
 from dovetail.hw.world import Group, World
 
 log = logging.getLogger("dovetail")
@@ -207,16 +208,44 @@ def empty(*shape: Any, dtype: Any = None, device: Any = None) -> Any:
     """
     import torch
 
-    sizes = tuple(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
-    kind = dtype or torch.get_default_dtype()
+    kind = torch.get_default_dtype() if dtype is None else dtype
+    if not isinstance(kind, torch.dtype):
+        raise TypeError(f"dtype must be a dtype of torch, such as torch.float32, not {dtype!r}")
+    sizes = _sizes(shape)
     if device is None or torch.device(device).type == "cpu":
         return world().empty(sizes, kind)
     return heap("device", device=device).empty(sizes, kind)
 
 
+def _sizes(shape: tuple[Any, ...]) -> tuple[int, ...]:
+    """Of ints, or of one sequence of them."""
+    given = shape[0] if len(shape) == 1 and not hasattr(shape[0], "__index__") else shape
+    try:
+        if isinstance(given, str):
+            raise TypeError
+        return tuple(operator.index(n) for n in given)
+    except TypeError:
+        raise TypeError(f"a shape is made of ints, as empty(2, 3) or empty((2, 3)), not {given!r}") from None
+
+
 def zeros(*shape: Any, dtype: Any = None, device: Any = None) -> Any:
     """A symmetric tensor of zeros."""
     return empty(*shape, dtype=dtype, device=device).zero_()
+
+
+def index_of(device: Any) -> int:
+    """The number of a GPU; without one in `device` that of torch's current one."""
+    import torch
+
+    if device.index is not None:
+        return int(device.index)
+    try:
+        return torch.cuda.current_device()
+    except (AssertionError, RuntimeError) as error:
+        raise NotSupported(
+            f"device {str(device)!r} needs a GPU, and torch {torch.__version__} finds none: {error}; `dovetail doctor` "
+            "says what is missing"
+        ) from None
 
 
 def heap(kind: str = "device", *, device: Any = "cuda") -> Any:
@@ -233,7 +262,7 @@ def heap(kind: str = "device", *, device: Any = "cuda") -> Any:
     where = torch.device(device)
     if where.type != "cuda":
         raise ValueError(f"a GPU's heap needs a GPU, such as 'cuda:0', not {where}")
-    index = where.index if where.index is not None else torch.cuda.current_device()
+    index = index_of(where)
     side = world_of(world(), "hip" if torch.version.hip else "cuda", index)
     return side.heap if kind == "device" else side.host_heap
 

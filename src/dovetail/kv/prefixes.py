@@ -256,6 +256,8 @@ class Prefixes:
 
 
 def _memory(layout: Layout, pool_bytes: int, piece_bytes: int, pinner: DriverPinner | None) -> HostMemory:
+    if not hasattr(pool_bytes, "__index__"):
+        raise TypeError(f"pool_bytes must be an int, such as 16 << 20, not {pool_bytes!r}")
     slots = pool_bytes // layout.slot_bytes
     if slots < 1:
         raise ValueError(f"a pool of {pool_bytes} bytes holds no block: one has {layout.slot_bytes} bytes")

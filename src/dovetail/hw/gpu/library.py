@@ -30,7 +30,7 @@ class Library:
             self._handle = ctypes.CDLL(path)
         except OSError as error:
             raise NotSupported(
-                f"the {name} ({path}) cannot be loaded: {error}; install it, or stay on the CPU (leave out --backend)"
+                f"the {name} ({path}) cannot be loaded: {error}; install it, or stay on the CPU"
             ) from None
 
     def has(self, symbol: str) -> bool:
