@@ -144,6 +144,7 @@ inline nb::dict failure_of(const Run& run) {
     nb::dict s;
     s["entered"] = p.entered, s["finished"] = p.finished, s["last"] = p.last, s["call"] = p.call;
     s["size_bytes"] = p.size_bytes, s["parked"] = p.parked, s["params"] = p.params;
+    s["bytes"] = p.bytes, s["symmetric"] = p.symmetric;
     states.append(s);
   }
   d["states"] = states;

@@ -50,7 +50,8 @@ nb::dict slot_of(const Group& g, int r) {
 
 std::shared_ptr<Program> make_program(int rank, int world, const nb::bytes& steps, const std::vector<int>& queues,
                                       const nb::bytes& sources, const std::vector<std::vector<int64_t>>& buffers,
-                                      const std::vector<int64_t>& sizes, const std::vector<std::pair<int, int>>& signals,
+                                      const std::vector<int64_t>& sizes, const std::vector<bool>& reached,
+                                      const std::vector<std::pair<int, int>>& signals,
                                       const std::vector<std::pair<int, int>>& params,
                                       const std::vector<std::pair<int, int>>& equal, int num_stamps) {
   auto p = std::make_shared<Program>();
@@ -59,6 +60,7 @@ std::shared_ptr<Program> make_program(int rank, int world, const nb::bytes& step
   p->sources = rows_of<Source>(sources);
   p->queues = queues;
   p->sizes = sizes;
+  p->reached = reached;
   p->equal = equal;
   p->num_stamps = num_stamps;
   for (const auto& b : buffers)  // place, posted, user, of, scratch_offset
@@ -81,7 +83,8 @@ NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);  // module-level objects may outlive the interpreter's last collection
   nb::exception<OutOfMemory>(m, "OutOfMemory", PyExc_MemoryError);
   nb::class_<Program>(m, "Program").def(nb::new_(&make_program), "rank"_a, "world"_a, "steps"_a, "queues"_a, "sources"_a,
-                                        "buffers"_a, "sizes"_a, "signals"_a, "params"_a, "equal"_a, "num_stamps"_a);
+                                        "buffers"_a, "sizes"_a, "reached"_a, "signals"_a, "params"_a, "equal"_a,
+                                        "num_stamps"_a);
   nb::class_<Group>(m, "Group")
       .def_prop_ro("abort", [](const Group& g) { return g.abort(); })
       .def_rw("timeout_ns", &Group::timeout_ns)

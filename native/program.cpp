@@ -35,6 +35,7 @@ struct Checker {
 
 void Program::validate() const {
   if (rank < 0 || rank >= world) throw std::invalid_argument("rank out of range");
+  if (reached.size() != sizes.size()) throw std::invalid_argument("what peers touch is needed for each buffer and rank");
   if (sizes.size() != buffers.size() * world) throw std::invalid_argument("a size is needed for each buffer and rank");
   for (const SignalInfo& s : signals)
     if (s.home < 0 || s.home >= world || s.index < 0 || s.index >= kSignals)

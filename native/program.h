@@ -61,6 +61,7 @@ struct Program {
   std::vector<Source> sources;
   std::vector<BufferInfo> buffers;
   std::vector<int64_t> sizes;  // [rank][buffer]
+  std::vector<bool> reached;   // [rank][buffer]: peers touch it, whatever the parameters are
   std::vector<SignalInfo> signals;
   std::vector<ParamInfo> params;
   std::vector<std::pair<int, int>> equal;  // parameters that must agree
@@ -69,6 +70,7 @@ struct Program {
   int num_buffers() const { return static_cast<int>(buffers.size()); }
   int num_queues() const { return static_cast<int>(queues.size()) - 1; }
   int64_t size_of(int r, int b) const { return sizes[static_cast<size_t>(r) * buffers.size() + b]; }
+  bool is_reached(int r, int b) const { return reached[static_cast<size_t>(r) * buffers.size() + b]; }
 
   // Throws std::invalid_argument naming the step if anything is out of range or lies outside its buffer.
   void validate() const;

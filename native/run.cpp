@@ -173,13 +173,16 @@ bool Run::bind_peer(int r) {
       const int64_t shown = info.place == Place::View ? program_->size_of(r, info.of) : size;
       if (info.user < 0 || info.user >= num_own_) return false;
       place = {own_[info.user], own_bytes_[info.user], false};
+      if (info.posted >= 0 && slot.offset[info.posted] == kNowhere && program_->is_reached(r, b)) return false;
       if (shown >= 0 && static_cast<uint64_t>(shown) > place.bytes) return false;
       if (shown >= 0) place.bytes = static_cast<uint64_t>(shown);
     } else if (info.posted >= 0) {
       const int64_t shown = info.place == Place::View ? program_->size_of(r, info.of) : size;
       const uint64_t bytes = shown == kAtRun ? control.sizes[slot_][info.posted] : static_cast<uint64_t>(shown);
       const uint64_t offset = slot.offset[info.posted];
+      if (offset == kNowhere && program_->is_reached(r, b)) return false;
       if (offset == kNowhere) continue;  // locate() refuses it if a step wants it
+      if (shown >= 0 && control.sizes[slot_][info.posted] < static_cast<uint64_t>(shown)) return false;
       if (offset > memory.bytes() || bytes > memory.bytes() - offset) return false;
       place = {memory.base() + offset, bytes, false};
     }
@@ -237,10 +240,14 @@ std::vector<PeerState> Run::look_around() const {
     Control& c = *group_->control(r);
     const Slot& s = c.slots[slot_];
     PeerState p{s.run.load(std::memory_order_acquire), c.finished[lane_].load(std::memory_order_acquire), 0, s.call,
-                s.size_bytes, c.parked[lane_].load(std::memory_order_relaxed), {}};
+                s.size_bytes, c.parked[lane_].load(std::memory_order_relaxed), {}, {}, {}};
     for (const Word& lane : c.finished) p.last = std::max(p.last, lane.load(std::memory_order_acquire));
     const int64_t* params = c.params(slot_, group_->max_params());
     p.params.assign(params, params + std::min<int64_t>(s.num_params, group_->max_params()));
+    for (int k = 0; k < 2; ++k) {
+      p.bytes.push_back(c.sizes[slot_][k]);
+      p.symmetric.push_back(s.offset[k] != kNowhere);
+    }
     found.push_back(std::move(p));
   }
   return found;

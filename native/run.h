@@ -46,6 +46,8 @@ enum class Status : int {
 struct PeerState {
   uint64_t entered, finished, last, call, size_bytes, parked;
   std::vector<int64_t> params;
+  std::vector<uint64_t> bytes;   // of its input and output
+  std::vector<bool> symmetric;   // likewise: peers can reach it
 };
 
 struct Failure {

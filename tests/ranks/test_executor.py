@@ -169,16 +169,29 @@ def test_a_wrong_plan_is_refused_on_every_rank(pools: Any, world: int) -> None:
 def test_bounds(spare_pool: Any, world: int) -> None:
     """A tensor smaller than its buffer, or one that peers can't reach, is refused on every rank before any copy."""
 
-    def job() -> str:
-        g = workers.world()
+    def job(what: str) -> tuple[str, bool]:
+        w = workers.world().world
+        g = w.new_group(range(w.size))  # the error breaks it
         runner = PlanRunner(g, passes.entry(all_gather.pcpy(2, 400)))
-        small = 100 if g.rank == 0 else 50
+        inp, out = dovetail.empty(100).fill_(1), dovetail.zeros(200)
+        if g.rank == 1:
+            inp = inp[:50] if what == "input" else inp
+            out = {"output": out[:150], "ordinary": torch.zeros(200)}.get(what, out)
         with pytest.raises(dovetail.errors.DovetailError) as caught:
-            runner.submit({"input": dovetail.zeros(small), "output": dovetail.zeros(200)}).wait(20)
-        return str(caught.value)
+            runner.submit({"input": inp, "output": out}).wait(20)
+        return str(caught.value), not out.any()
 
-    for text in spare_pool(world).run(job):
-        assert "outside the memory of rank 1" in text or "failed on rank" in text
+    texts = {
+        "input": "'input' of rank 1 has 200 bytes, the plan takes 400",
+        "output": "'output' of rank 1 has 600 bytes, the plan takes 800",
+        "ordinary": "'output' of rank 1 is not symmetric, and peers reach it: use dovetail.empty",
+    }
+    pool = spare_pool(world)
+    for what, expected in texts.items():
+        said = pool.run(job, what)
+        assert all(expected in text or "the group failed on rank" in text for text, _ in said), said
+        assert any(expected in text for text, _ in said), said
+        assert all(untouched for _, untouched in said)
 
 
 def test_step_outside_its_buffer_is_refused_when_compiled() -> None:

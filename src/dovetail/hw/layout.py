@@ -68,6 +68,21 @@ def _touched_by_others(plan: Plan) -> set[int]:
     return found | {plan.buffers[n].of for n in found if plan.buffers[n].role is Role.VIEW}
 
 
+def reached(plan: Plan) -> set[tuple[int, int]]:
+    """(rank, buffer) that some step of another rank touches, whatever the parameters are."""
+    found: set[tuple[int, int]] = set()
+    for q in plan.queues:
+        sure = q.steps[(q.steps["length_param"] == NONE) & (q.steps["length"] > 0)]
+        for side in ("src", "dst", "dst2"):
+            there = sure[(sure[f"{side}_rank"] != q.rank) & (sure[f"{side}_buffer"] != NONE)]
+            found.update(zip(there[f"{side}_rank"].tolist(), there[f"{side}_buffer"].tolist(), strict=True))
+        for row in sure[sure["op"] == Op.REDUCE]:
+            sources = plan.sources[row["first_source"] : row["first_source"] + row["num_sources"]]
+            far = sources[sources["rank"] != q.rank]
+            found.update(zip(far["rank"].tolist(), far["buffer"].tolist(), strict=True))
+    return found
+
+
 def numbered(ranks: list[int]) -> list[tuple[int, int]]:
     """(rank, how many of that rank stand before) for each: which word of its home a signal is."""
     seen: dict[int, int] = {}

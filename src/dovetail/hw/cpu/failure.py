@@ -6,8 +6,10 @@ from typing import Any
 
 from dovetail.errors import DovetailError, HardwareError, MismatchError, PeerError, Timeout
 from dovetail.hw.cpu.program import body_of
+from dovetail.hw.layout import layout_of, reached
 from dovetail.hw.world import Group
 from dovetail.plan.plan import Plan
+from dovetail.plan.step import NONE
 
 DEAD, LATE, MISMATCH, BROKEN, BOUNDS, MEMORY, PLANNER, CROSSED = range(2, 10)
 _CLOSED, _FAILED = 3, 4
@@ -41,13 +43,31 @@ def error_of(group: Group, label: str, plan: Plan | None, failure: dict[str, Any
         word = "was closed" if code == _CLOSED else "failed"
         error = PeerError(f"the group {word} on rank {failure['reporter']}; {what}{where}", rank=failure["reporter"])
     elif status == BOUNDS:
-        error = DovetailError(
-            f"{what}: a step reaches outside the memory of rank {about}{where}; nothing was moved by it"
-        )
+        error = DovetailError(f"{what}: {_misfit(plan, failure)}{where}; nothing was moved by it")
     else:
         return DovetailError(f"{what}: no plan could be made")
     group.set_broken(error)
     return error
+
+
+def _misfit(plan: Plan | None, failure: dict[str, Any]) -> str:
+    """What of a rank's buffers the plan can't use, from what that rank has posted."""
+    rank = failure["about"]
+    if plan is None or failure["queue"] >= 0:
+        return f"a step reaches outside the memory of rank {rank}"
+    layout, state, far = layout_of(plan), failure["states"][rank], reached(plan)
+    found = []
+    for k, at in enumerate((layout.input, layout.output)):
+        if at == NONE or at >= len(layout.user):
+            continue
+        n = layout.user[at]
+        buffer, given = plan.buffers[n], state["bytes"][k]
+        if buffer.sizes[rank] > given:
+            found.append(f"{buffer.name!r} of rank {rank} has {given} bytes, the plan takes {buffer.sizes[rank]}")
+        elif (rank, n) in far and not state["symmetric"][k]:
+            found.append(f"{buffer.name!r} of rank {rank} is not symmetric, and peers reach it: use dovetail.empty")
+    takes = ", ".join(f"{plan.buffers[n].name!r} {plan.buffers[n].sizes[rank]}" for n in layout.user)
+    return "; ".join(found) or f"a buffer of rank {rank} is too small: the plan takes, in bytes, {takes}"
 
 
 def _mismatch(group: Group, plan: Plan | None, failure: dict[str, Any]) -> DovetailError:

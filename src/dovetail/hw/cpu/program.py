@@ -13,7 +13,7 @@ import numpy as np
 from dovetail.errors import NotSupported, PlanError
 from dovetail.hw.capabilities import CPU
 from dovetail.hw.cpu import native
-from dovetail.hw.layout import SCRATCH_ROLES, Layout, layout_of, numbered
+from dovetail.hw.layout import SCRATCH_ROLES, Layout, layout_of, numbered, reached
 from dovetail.plan import step as st
 from dovetail.plan.plan import Plan, Role, SignalKind
 from dovetail.plan.step import NONE, Op, Rows
@@ -30,6 +30,7 @@ def compile_plan(plan: Plan, rank: int, layout: Layout | None = None) -> Any:
     stamps = steps["value"][steps["op"] == Op.STAMP]
     homes = numbered([s.rank for s in plan.signals])
     params = numbered([p.rank for p in plan.params])
+    far = reached(plan)
     module = native.load()
     try:
         return module.Program(
@@ -40,6 +41,7 @@ def compile_plan(plan: Plan, rank: int, layout: Layout | None = None) -> Any:
             sources=plan.sources.tobytes(),
             buffers=[_buffer(plan, n, layout) for n in range(len(plan.buffers))],
             sizes=[b.sizes[r] for r in range(plan.world) for b in plan.buffers],
+            reached=[(r, n) in far for r in range(plan.world) for n in range(len(plan.buffers))],
             signals=homes,
             params=params,
             equal=list(plan.equal),
