@@ -64,6 +64,12 @@ def test_unknown_variant_is_refused_before_anything_starts(ranks_do_nothing: lis
     assert not ranks_do_nothing
 
 
+def test_a_collective_without_a_variant_is_named(ranks_do_nothing: list[Spec]) -> None:
+    spec = replace(SPEC, collectives=("all_gather", "all_reduce"), variants=("auto", "pcpy"), baselines=("gloo",))
+    (note,) = (note for note in runner.run(spec).notes if "left out" in note)
+    assert note.startswith("all_reduce has no variant pcpy: left out; it has oneshot, ")
+
+
 def test_first_failing_rank_is_the_one_told_about(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     folder.raise_error()  # nothing has failed

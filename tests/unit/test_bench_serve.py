@@ -227,6 +227,12 @@ def test_verdicts_say_where_ours_does_not_win() -> None:
         f"another of our forms is better: first token, m, {case}: layers takes 20.0% less time than auto",
         "1 of 7 results WRONG",
     ]
+    rows = [row("auto", 100.0), row("loop", 160.0), row("layers", 80.0)]
+    assert verdict.lines(rows)[-3:] == [
+        "auto beats the baselines everywhere",
+        f"another of our forms is better: first token, m, {case}: layers takes 20.0% less time than auto",
+        "all correct",
+    ]
     rows = [row("auto", 1.0) | {"same_bits": False, "same_token": False}, row("vllm", 2.0)]
     assert [line.split(":")[0] for line in verdict.lines(rows)[-3:-1]] == ["1 of 2 rows"] * 2
 

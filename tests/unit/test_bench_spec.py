@@ -43,6 +43,7 @@ def test_variants_of_several_collectives_apply_where_they_exist() -> None:
     spec.check_variants(KNOWN)
     assert spec.variants_of("all_gather", ("pcpy", "b2b")) == ("auto", "b2b", "torch")
     assert spec.variants_of("all_reduce", ("oneshot",)) == ("auto", "torch")
+    assert spec.lacking(KNOWN) == ["all_reduce has no variant b2b: left out; it has oneshot, torch"]
 
 
 def test_unknown_variant_is_refused_with_what_there_is() -> None:

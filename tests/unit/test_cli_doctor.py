@@ -310,6 +310,23 @@ def test_bad_options_end_with_2(words: tuple[str, ...], capsys: pytest.CaptureFi
     assert capsys.readouterr().err.startswith("dovetail: ")
 
 
+@pytest.mark.parametrize(
+    ("words", "others"),
+    [
+        ("--ranks 4", "--selftest"),
+        ("--prove --ranks 4", "--selftest"),
+        ("--timeout 5", "--selftest"),
+        ("--selftest --backend cpu --force", "--prove"),
+        ("--backend cpu", "--prove and --selftest"),
+    ],
+)
+def test_an_option_without_what_it_is_for_is_refused(
+    words: str, others: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("doctor", *words.split()) == 2
+    assert capsys.readouterr().err.strip().endswith(f" is for {others}")
+
+
 @pytest.mark.usefixtures("healthy")
 def test_record_that_cannot_be_written_ends_with_2(tmp_path: Path) -> None:
     (tmp_path / "file").touch()

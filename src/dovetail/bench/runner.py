@@ -60,14 +60,17 @@ def run(spec: Spec, progress: Progress | None = None, placement: Placement | Non
         NotSupported: a baseline cannot run here although ``DOVETAIL_REQUIRE`` names it, or there is no free GPU.
         DovetailError: a rank failed; the message is that of the first one.
     """
+    lacking: list[str] = []
     if spec.variants:
         from dovetail import coll
 
-        spec.check_variants({name: (*coll.variants(name), TORCH) for name in spec.collectives})
+        known = {name: (*coll.variants(name), TORCH) for name in spec.collectives}
+        spec.check_variants(known)
+        lacking = spec.lacking(known)
     placement = placement or of(spec.backend)
     site = placement.survey(spec.ranks)
     baselines, notes = sharing.fitting(spec.baselines, spec.ranks, site, env.require())
-    notes += sharing.mps_notes(spec.ranks, site)
+    notes += [*lacking, *sharing.mps_notes(spec.ranks, site)]
     spec = replace(spec, baselines=baselines, gpus=min(site.gpus, spec.ranks))
     mpi = _open_mpi(notes) if "openmpi" in spec.baselines else None
     if mpi is None:

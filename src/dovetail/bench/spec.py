@@ -86,6 +86,14 @@ class Spec:
         allowed = [AUTO, *dict.fromkeys(variant for name in self.collectives for variant in known[name])]
         _all_in(f"variant of {', '.join(self.collectives)}", self.variants, allowed)
 
+    def lacking(self, known: Mapping[str, Sequence[str]]) -> list[str]:
+        """A line for each collective that has not all of the wanted variants, and runs without them."""
+        lines = []
+        for name in self.collectives:
+            if missing := [v for v in self.variants if v not in self.variants_of(name, known[name])]:
+                lines.append(f"{name} has no variant {', '.join(missing)}: left out; it has {', '.join(known[name])}")
+        return lines
+
     @property
     def shares_gpus(self) -> bool:
         """Whether some ranks have a GPU in common."""

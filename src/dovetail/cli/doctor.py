@@ -34,6 +34,7 @@ dovetail doctor --selftest --backend cpu
 _BACKENDS = ("cpu", "cuda", "hip")
 #: Failures that are printed.
 _MOST_SHOWN = 20
+_TIMEOUT_S = 300.0
 
 
 def register(app: typer.Typer) -> None:
@@ -52,7 +53,7 @@ def doctor(
     ranks: Annotated[
         int | None, typer.Option("--ranks", "-n", help="Ranks of the self-test: one per GPU, 2 on a single one.")
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Most seconds for the self-test.")] = 300.0,
+    timeout: Annotated[float, typer.Option(help="Most seconds for the self-test.")] = _TIMEOUT_S,
     force: Annotated[bool, typer.Option("--force", help="Prove although somebody else uses the GPU.")] = False,
     json: Json = None,
 ) -> None:
@@ -67,6 +68,14 @@ def doctor(
     _ranks.check(ranks)
     if not 0 < timeout < float("inf"):
         raise ValueError(f"--timeout: {timeout:g} must be seconds above 0")
+    for option, others, wrong in (
+        ("--ranks", "--selftest", ranks is not None and not selftest),
+        ("--timeout", "--selftest", timeout != _TIMEOUT_S and not selftest),
+        ("--force", "--prove", force and not prove),
+        ("--backend", "--prove and --selftest", backend is not None and not (prove or selftest)),
+    ):
+        if wrong:
+            raise ValueError(f"{option} is for {others}")
     if prove and selftest and json is not None:
         raise ValueError("--json is for one record: give --prove or --selftest with it, not both")
     if not prove and not selftest:

@@ -34,7 +34,8 @@ def lines(rows: Sequence[Row]) -> list[str]:
             line = f"{where}: {name} takes {1 - others[name]:.1%} less time than {mine}"
             (behind if name in _RIVALS else better).append(line)
     found += _aims(rows, best)
-    found += [f"does not win: {line}" for line in behind] or ([f"{best} wins everywhere"] if found and best else [])
+    everywhere = [f"{best} beats the baselines everywhere"] if found and best else []
+    found += [f"does not win: {line}" for line in behind] or everywhere
     found += [f"another of our forms is better: {line}" for line in better]
     return [*found, *_doubts(rows)]
 
