@@ -167,7 +167,7 @@ def test_tables_of_every_form(tmp_path: Path) -> None:
     assert all(t.figure is Figure.SHARE for t in shares)
     speedups = tables.load(SPEEDUPS)
     assert [t.case.total_bytes for t in speedups if t.outlier] == [524288]
-    recorded = tables.load(Path(__file__).parents[2] / "benchmarks/results/two-ranks-symmetric.json")
+    recorded = tables.load(Path(__file__).parents[2] / "benchmarks/results/two-ranks-symmetric-xeon.json")
     assert all(t.case.complete and t.figure is Figure.TIME for t in recorded)
     assert {t.case.collective for t in recorded} >= {"all_gather", "all_to_all", "all_reduce"}
     profile = {
