@@ -252,6 +252,7 @@ class Caller {
     if (!run || run.use_count() > 1) run = std::make_shared<Run>();
     alive(*engine_);
     run->exclusive = engine_->idle();
+    run->waited_for_in_main = in_main_thread();
     run->begin(call_, pointers, bytes, num, params, num_params, false);
     if (!run->exclusive) engine_->submit(run);
     bool done = run->exclusive && total_ <= kShortCall && engine_->drive_alone(*run, kSpinWithGil);

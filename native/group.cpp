@@ -2,6 +2,7 @@
 
 #include <poll.h>
 #include <sched.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -17,6 +18,11 @@ int64_t now_ns() {
   return t.tv_sec * 1000000000ll + t.tv_nsec;
 }
 
+bool in_main_thread() {
+  static thread_local const bool found = syscall(SYS_gettid) == getpid();
+  return found;
+}
+
 Peer::~Peer() {
   if (pidfd >= 0) close(pidfd);
 }
@@ -28,6 +34,9 @@ bool Peer::dead() const {
 }
 
 namespace {
+
+// How long calls may look crossed, a quarter of the time limit at most.
+constexpr int64_t kSurelyCrossed = 2'000'000'000, kPerhapsCrossed = 30'000'000'000;
 
 Control* find_control(const Mapping& memory, uint64_t key) {
   Header* h = memory.header();
@@ -67,6 +76,7 @@ Group::Group(std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<Peer>> me
     std::string text = purpose;
     text.resize(kPurpose - 1);
     std::memcpy(base->mine()->purpose, text.c_str(), kPurpose);
+    base->mine()->joins_in_main.store(in_main_thread(), std::memory_order_relaxed);
     base->mine()->joining.word.store(key, std::memory_order_release);
   }
   const std::string why = join(interrupted, base);
@@ -105,14 +115,10 @@ std::string Group::join(const std::function<bool()>& interrupted, Group* base) {
       continue;
     }
     if (base && base->abort()) return "broken:";
-    if (base && waited > patience_ns()) {
-      std::unique_lock lock(kin_->mutex);
-      const int r = member_elsewhere([this](int m) { return !controls_[m]; });
-      lock.unlock();
-      if (r >= 0) {
-        base->break_kin(r);
-        return "crossed:" + std::to_string(r);
-      }
+    const int r = base ? member_elsewhere([this](int m) { return !controls_[m]; }, waited, in_main_thread()) : -1;
+    if (r >= 0) {
+      base->break_kin(r);
+      return "crossed:" + std::to_string(r);
     }
     if (waited > timeout_ns) return "late:" + missing;
     if (look % 100 == 99 && interrupted()) return "interrupted";
@@ -165,30 +171,39 @@ void Group::break_all(Abort code, int about) {
 
 // --- calls that have crossed ---------------------------------------------------------------------------------------------
 
-int64_t Group::patience_ns() const { return std::min<int64_t>(timeout_ns / 4, 5'000'000'000); }
-
 uint64_t Group::newest(int r) const {
   uint64_t found = 0;
   for (const Slot& s : controls_[r]->slots) found = std::max(found, s.run.load(std::memory_order_acquire));
   return found;
 }
 
-// A member waits for this rank where it has entered a run that this rank has not begun, or joins what this rank does not.
-int Group::member_elsewhere(const std::function<bool(int)>& is_missing) const {
+// A member waits for this rank where it has entered a run that this rank has not begun, or joins what this rank does not. If the
+// main threads of both wait, neither comes to where the other is; other threads of theirs may.
+int Group::member_elsewhere(const std::function<bool(int)>& is_missing, int64_t waited_ns, bool in_main) const {
+  const int64_t most = timeout_ns / 4, if_main = std::min(kSurelyCrossed, most), otherwise = std::min(kPerhapsCrossed, most);
+  if (waited_ns <= if_main) return -1;
+  std::lock_guard lock(kin_->mutex);
   for (int r = 0; r < size(); ++r) {
     if (r == rank_ || !is_missing(r)) continue;
-    for (const Group* g : kin_->groups)
-      if (g != this && g->newest(r) > g->begun()) return r;
-    const uint64_t key = kin_->groups.empty() ? 0 : kin_->groups.front()->control(r)->joining.word.load(std::memory_order_acquire);
+    for (const Group* g : kin_->groups) {
+      const uint64_t run = g->newest(r), lane = run % kLanes;
+      if (g == this || run <= g->begun()) continue;
+      const bool too = g->control(r)->slots[2 * lane + run / kLanes % 2].flags & kMain;
+      if ((in_main && too) || waited_ns > otherwise) return r;
+    }
+    if (kin_->groups.empty()) continue;
+    const Control& base = *kin_->groups.front()->control(r);
+    const uint64_t key = base.joining.word.load(std::memory_order_acquire);
     const auto is_joined = [key](const Group* g) { return g->key_ == key; };
-    if (key && key != key_ && std::none_of(kin_->groups.begin(), kin_->groups.end(), is_joined)) return r;
+    if (!key || key == key_ || std::any_of(kin_->groups.begin(), kin_->groups.end(), is_joined)) continue;
+    if ((in_main && base.joins_in_main.load(std::memory_order_relaxed)) || waited_ns > otherwise) return r;
   }
   return -1;
 }
 
-int Group::crossed(uint64_t run, int slot) const {
-  std::lock_guard lock(kin_->mutex);
-  return member_elsewhere([&](int r) { return controls_[r]->slots[slot].run.load(std::memory_order_acquire) != run; });
+int Group::crossed(uint64_t run, int slot, int64_t waited_ns, bool in_main) const {
+  const auto is_missing = [&](int r) { return controls_[r]->slots[slot].run.load(std::memory_order_acquire) != run; };
+  return member_elsewhere(is_missing, waited_ns, in_main);
 }
 
 void Group::break_kin(int about) {

@@ -13,6 +13,7 @@
 
 namespace dovetail {
 
+bool in_main_thread();
 int64_t now_ns();  // CLOCK_MONOTONIC, the clock of Python's time.monotonic_ns and perf_counter_ns
 
 // A process of the world, seen from here: its arena, and a pidfd that becomes readable when it is gone.
@@ -65,10 +66,10 @@ class Group {
   void break_all(Abort code, int about);  // marks every member's block; the first word stays
   int dead_member(uint64_t run, int lane) const;  // one that is dead or has closed and had not finished this run, or -1
   bool closed(int r) const;
-  // A member that has not entered this run, and waits for this rank in a call of the group's kin; or -1.
-  int crossed(uint64_t run, int slot) const;
+  // A member that has not entered this run, and waits for this rank in a call of the group's kin; or -1. Not before this rank
+  // has waited for some time: threads of a rank may make such calls in any order.
+  int crossed(uint64_t run, int slot, int64_t waited_ns, bool in_main) const;
   void break_kin(int about);  // the calls of this rank and another have crossed
-  int64_t patience_ns() const;  // how long calls may look crossed: threads of a rank may make them in any order
   uint64_t newest(int r) const;  // the last run that a member has entered
   const char* purpose(int r) const { return controls_[r]->purpose; }
   void close();  // marks this rank's own block: what peers still do without it goes on, what needs it fails
@@ -95,7 +96,7 @@ class Group {
   std::vector<Other> others() const;
   static bool settled(const Other& other);
   static bool gone(const Other& other);
-  int member_elsewhere(const std::function<bool(int)>& is_missing) const;  // with the kin's lock held
+  int member_elsewhere(const std::function<bool(int)>& is_missing, int64_t waited_ns, bool in_main) const;
   void leave_kin();
 
   std::shared_ptr<Arena> arena_;

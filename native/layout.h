@@ -42,6 +42,7 @@ static_assert(sizeof(Slot) == 64);
 inline constexpr uint64_t kNowhere = ~0ull;
 inline constexpr uint32_t kOnHeap = 1;   // flag: all its tensors are on the heap
 inline constexpr uint32_t kStaged = 2;   // flag: its input is not, peers read the scratch ring
+inline constexpr uint32_t kMain = 4;     // flag: its main thread waits for the run
 
 // Group-wide end: who broke the group, and why. Any rank writes it into every member's block, once.
 enum class Abort : uint8_t { None = 0, Dead = 1, Late = 2, Closed = 3, Failed = 4, Crossed = 5 };
@@ -51,6 +52,7 @@ struct Control {
   Line acknowledged;              // the owner has seen the abort and touches nobody's memory any more
   Line met;                       // the owner has found the blocks of all members
   Line joining;                   // key of the companion of this group that the owner is joining, or 0
+  Word joins_in_main;             // its main thread does
   char purpose[kPurpose];         // what for, as text
   alignas(64) Word finished[kLanes];   // the last run of each lane that this rank has finished
   Word parked[kLanes];            // run << 32 | queue << 20 | step: where it waits, for a peer's error message

@@ -84,7 +84,7 @@ bool Run::enter() {
   mine.sizes[slot_][2] = scratch;
   slot.call = call_->word;
   slot.size_bytes = call_->size_bytes;
-  slot.flags = (heap ? kOnHeap : 0) | (staged ? kStaged : 0);
+  slot.flags = (heap ? kOnHeap : 0) | (staged ? kStaged : 0) | (waited_for_in_main ? kMain : 0);
   slot.num_params = static_cast<uint32_t>(params_.size());
   std::copy(params_.begin(), params_.end(), mine.params(slot_, group_->max_params()));
   group_->entered();
@@ -301,8 +301,8 @@ void Run::watch(int64_t now, bool look_for_dead) {
   }
   int64_t deadline = deadline_.load(std::memory_order_relaxed);
   if (!deadline) deadline_.store(deadline = now + group_->timeout_ns, std::memory_order_relaxed);
-  if (stage_.load(std::memory_order_acquire) == Stage::Entering && now - deadline + group_->timeout_ns > group_->patience_ns()) {
-    const int elsewhere = group_->crossed(run_, slot_);
+  if (stage_.load(std::memory_order_acquire) == Stage::Entering) {
+    const int elsewhere = group_->crossed(run_, slot_, now - deadline + group_->timeout_ns, waited_for_in_main);
     if (elsewhere >= 0) return fail(failure(Status::Crossed, elsewhere, group_->rank()));
   }
   if (now < deadline) return;

@@ -84,6 +84,7 @@ class Run {
   void fail(Failure f);
 
   bool exclusive = false;  // only the calling thread knows of this run: no flags needed
+  bool waited_for_in_main = false;
   const Call& call() const { return *call_; }
   const Failure& why() const { return failure_; }
   uint64_t number() const { return run_; }

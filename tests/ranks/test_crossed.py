@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -91,6 +92,28 @@ def test_a_late_rank_is_none_that_calls_something_else(pools: Any, late: int) ->
         return found
 
     assert pools.get(2).run(job) == ["", ""]
+
+
+def test_another_thread_of_a_late_rank_is_waited_for(pools: Any) -> None:
+    """A thread that waits for all ranks apart from the main one: that rank still comes, and the others' threads too."""
+
+    def job() -> list[str]:
+        group = _group(0, 1)
+        group.set_timeout(10 * LIMIT_S)
+        _operator(group)
+        found: list[str] = []
+        thread = threading.Thread(target=lambda: found.append(_error_of(_collective, group)[0]))
+        if group.rank == 0:
+            thread.start()
+            time.sleep(3)  # longer than a main thread would be waited for
+        found.append(_error_of(_operator, group)[0])
+        if group.rank == 1:
+            thread.start()
+        thread.join()
+        group.close()
+        return found
+
+    assert pools.get(2).run(job) == [["", ""]] * 2
 
 
 def test_groups_apart_do_not_cross(pools: Any) -> None:

@@ -199,10 +199,10 @@ def _numbers(text: str) -> list[int]:
 
 def _show(found: list[Winner]) -> None:
     """A table per number of ranks: sizes down, collectives across."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console() if sys.stdout.isatty() else Console(width=120)
+    from dovetail.cli import _table
+
     for ranks in dict.fromkeys(winner.ranks for winner in found):
         own = [winner for winner in found if winner.ranks == ranks]
         table = Table(title=f"{ranks} ranks: fastest variant (us)", title_justify="left", box=None, pad_edge=False)
@@ -213,4 +213,4 @@ def _show(found: list[Winner]) -> None:
         cells = {(w.collective, w.size_bytes): f"{w.variant} {w.time_us:.4g}" for w in own}
         for size_bytes in sorted({winner.size_bytes for winner in own}):
             table.add_row(format_bytes(size_bytes), *(cells.get((name, size_bytes), "") for name in collectives))
-        console.print(table)
+        _table.show(table, wide=120)

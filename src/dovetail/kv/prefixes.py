@@ -255,12 +255,17 @@ class Prefixes:
         self.close()
 
 
-def _memory(layout: Layout, pool_bytes: int, piece_bytes: int, pinner: DriverPinner | None) -> HostMemory:
+def slots_of(pool_bytes: int, slot_bytes: int) -> int:
+    """How many blocks a pool of so many bytes holds; `ValueError` if none."""
     if not hasattr(pool_bytes, "__index__"):
         raise TypeError(f"pool_bytes must be an int, such as 16 << 20, not {pool_bytes!r}")
-    slots = pool_bytes // layout.slot_bytes
-    if slots < 1:
-        raise ValueError(f"a pool of {pool_bytes} bytes holds no block: one has {layout.slot_bytes} bytes")
+    if pool_bytes < slot_bytes:
+        raise ValueError(f"a pool of {pool_bytes} bytes holds no block: one has {slot_bytes} bytes")
+    return pool_bytes // slot_bytes
+
+
+def _memory(layout: Layout, pool_bytes: int, piece_bytes: int, pinner: DriverPinner | None) -> HostMemory:
+    slots = slots_of(pool_bytes, layout.slot_bytes)
     return HostMemory(slots, layout.slot_bytes, piece_bytes=piece_bytes, pinner=pinner)
 
 

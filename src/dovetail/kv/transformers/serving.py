@@ -15,7 +15,7 @@ from dovetail.kv.memory import DriverPinner, HostMemory
 from dovetail.kv.mover import GpuMover, GpuTransfer
 from dovetail.kv.planner import Direction, Table
 from dovetail.kv.pool import Pool
-from dovetail.kv.prefixes import Prefixes
+from dovetail.kv.prefixes import Prefixes, slots_of
 from dovetail.kv.transformers import order
 from dovetail.kv.transformers.memory import PagedMemory
 
@@ -58,9 +58,8 @@ def prefixes(
         HardwareError: it can't be pinned; nothing is left behind.
     """
     slot_bytes = memory.layout.slot_bytes
-    if pool_bytes < slot_bytes:
-        raise ValueError(f"a pool of {pool_bytes} bytes holds no block: one has {slot_bytes} bytes")
-    host = HostMemory(pool_bytes // slot_bytes, slot_bytes, pinner=DriverPinner(device.driver, device.enter))
+    slots = slots_of(pool_bytes, slot_bytes)
+    host = HostMemory(slots, slot_bytes, pinner=DriverPinner(device.driver, device.enter))
     with contextlib.ExitStack() as made:  # what was made goes again if the rest is refused
         made.callback(host.close)
         mover = kind(device, memory, [piece.base for piece in host.pieces])
