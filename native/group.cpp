@@ -19,7 +19,8 @@ int64_t now_ns() {
 }
 
 bool in_main_thread() {
-  static thread_local const bool found = syscall(SYS_gettid) == getpid();
+  static thread_local signed char found = -1;  // asked in every call
+  if (found < 0) found = syscall(SYS_gettid) == getpid();
   return found;
 }
 

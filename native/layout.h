@@ -40,9 +40,11 @@ struct alignas(64) Slot {
 };
 static_assert(sizeof(Slot) == 64);
 inline constexpr uint64_t kNowhere = ~0ull;
+inline constexpr uint64_t kPlanCall = 0xff;  // the low byte of `call`: a plan by itself; collectives have other numbers
 inline constexpr uint32_t kOnHeap = 1;   // flag: all its tensors are on the heap
 inline constexpr uint32_t kStaged = 2;   // flag: its input is not, peers read the scratch ring
 inline constexpr uint32_t kMain = 4;     // flag: its main thread waits for the run
+inline constexpr uint32_t kShort = 8;    // flag: one of its buffers is smaller than the plan takes it to be
 
 // Group-wide end: who broke the group, and why. Any rank writes it into every member's block, once.
 enum class Abort : uint8_t { None = 0, Dead = 1, Late = 2, Closed = 3, Failed = 4, Crossed = 5 };

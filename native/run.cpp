@@ -84,7 +84,7 @@ bool Run::enter() {
   mine.sizes[slot_][2] = scratch;
   slot.call = call_->word;
   slot.size_bytes = call_->size_bytes;
-  slot.flags = (heap ? kOnHeap : 0) | (staged ? kStaged : 0) | (waited_for_in_main ? kMain : 0);
+  slot.flags = (heap ? kOnHeap : 0) | (staged ? kStaged : 0) | (waited_for_in_main ? kMain : 0) | (fits() ? 0 : kShort);
   slot.num_params = static_cast<uint32_t>(params_.size());
   std::copy(params_.begin(), params_.end(), mine.params(slot_, group_->max_params()));
   group_->entered();
@@ -116,9 +116,24 @@ bool Run::gather() {
 
 bool Run::agree(int r, const Slot& s) {
   const Slot& mine = group_->mine()->slots[slot_];
-  if (s.call == mine.call && s.size_bytes == mine.size_bytes && s.num_params == mine.num_params) return true;
-  fail(failure(Status::Mismatch, r, group_->rank()));
+  const bool same = s.call == mine.call && s.size_bytes == mine.size_bytes && s.num_params == mine.num_params;
+  if (same && !(s.flags & kShort)) return true;
+  fail(failure(same ? Status::Bounds : Status::Mismatch, r, group_->rank()));
   return false;
+}
+
+// Are this rank's posted buffers as large as the plan takes them to be? Said in the slot, since peers would have to get another
+// line of its memory to compare. Collectives have looked at their tensors before.
+bool Run::fits() const {
+  if ((call_->word & 0xff) != kPlanCall) return true;
+  const Program* program = call_->programs[kDirect].load(std::memory_order_acquire);
+  for (int b = 0; program && b < program->num_buffers(); ++b) {
+    const BufferInfo& info = program->buffers[b];
+    if (info.posted < 0 || info.place == Place::Scratch || info.user < 0 || info.user >= num_own_) continue;
+    const int64_t shown = program->size_of(group_->rank(), info.place == Place::View ? info.of : b);
+    if (shown > 0 && own_bytes_[info.user] < static_cast<uint64_t>(shown)) return false;
+  }
+  return true;
 }
 
 bool Run::bind() {
@@ -182,7 +197,6 @@ bool Run::bind_peer(int r) {
       const uint64_t offset = slot.offset[info.posted];
       if (offset == kNowhere && program_->is_reached(r, b)) return false;
       if (offset == kNowhere) continue;  // locate() refuses it if a step wants it
-      if (shown >= 0 && control.sizes[slot_][info.posted] < static_cast<uint64_t>(shown)) return false;
       if (offset > memory.bytes() || bytes > memory.bytes() - offset) return false;
       place = {memory.base() + offset, bytes, false};
     }

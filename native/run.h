@@ -107,6 +107,7 @@ class Run {
   bool enter();    // Ready -> Entering
   bool gather();   // Entering -> Moving, when all peers are there
   bool agree(int r, const Slot& s);
+  bool fits() const;
   bool bind();
   bool bind_peer(int r);
   bool move();
