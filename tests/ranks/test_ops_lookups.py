@@ -323,3 +323,21 @@ def test_defaults_of_the_program_and_modes_of_torch(pools: Any) -> None:
     for right, fake in pools.get(2).run(job):
         assert all(right)
         assert fake == ["FakeTensor (4, 6)"]
+
+
+def test_more_calls_than_are_known(pools: Any) -> None:
+    """What is known of tables is forgotten between calls, never within one."""
+
+    def job() -> list[int]:
+        g, wrong = workers.world(), []
+        forget(g)
+        with mock.patch.object(lookups, "_MOST_TABLES", 2):
+            for turn, local in enumerate((3, 4, 5, 6, 3, 7, 4, 5, 3, 6, 7)):
+                problem = embedding(2, local, 4, torch.float32, 3)  # ranks have one and three tables
+                with poisoned_memory():
+                    found = problem.run(g, "store")
+                if not problem.is_right(g, found):
+                    wrong.append(turn)
+        return wrong
+
+    assert pools.get(2).run(job) == [[], []]

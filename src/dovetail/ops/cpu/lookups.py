@@ -55,9 +55,14 @@ def _tables_of(g: OpsGroup, c: calls.EmbeddingAllToAll) -> tuple[int, ...]:
 
 def _known(g: OpsGroup) -> dict[tuple[str, int], tuple[int, ...]]:
     found: dict[tuple[str, int], tuple[int, ...]] = g.known.setdefault(_TABLES, {})
-    if len(found) > _MOST_TABLES:
-        found.clear()
     return found
+
+
+def _learn(g: OpsGroup, c: calls.EmbeddingAllToAll, every: tuple[int, ...]) -> None:
+    known = _known(g)
+    if len(known) >= _MOST_TABLES:
+        known.clear()  # here only: within a call it has to stay what it is
+    known[c.text, len(c.weights)] = every
 
 
 def _output_of(g: OpsGroup, c: calls.EmbeddingAllToAll) -> tuple[int, int, int]:
@@ -107,7 +112,8 @@ def _pool_there(
     rank, local, dim, item = g.group.rank, c.batch // c.world, c.dim, c.dtype.itemsize
     every = _tables_of(g, c)
     if out is None or any(row[0] == STAGED for row in slots) or not _have(slots, every):
-        every = _known(g)[c.text, len(c.weights)] = tuple(row[1] for row in slots)
+        every = tuple(row[1] for row in slots)
+        _learn(g, c, every)
         out = g.blocks.empty(_output_of(g, c), c.dtype)
         slots = g.agree(f"{c.text}, with tables {list(every)}", (g.blocks.offset(out),))
     if out.numel() and min(row[0] for row in slots) < 0:
