@@ -193,6 +193,23 @@ def repeats(rounds: int) -> int:
     return short[0]
 
 
+def few_rows(dtype: torch.dtype) -> None:
+    """`gemv_all_reduce` with more tiles than programs, and fewer; rows in one step and in several; ragged sizes."""
+    group = group_of(None)
+    rank, world = group.rank, group.size
+    sizes = (1, 9001, 300), (2, 2048, 512), (5, 20000, 257), (17, 33, 1000), (64, 12345, 520)
+    for seed, (m, n, k) in enumerate(sizes):
+        xs = [rand(seed + 5 * i, m, k, dtype=dtype) for i in range(world)]
+        ws = [rand(seed + 50 + i, n, k, dtype=dtype) / k**0.5 for i in range(world)]
+        want = reference.gemv_all_reduce(xs, ws)[rank]
+        for turn in range(3):
+            poison()
+            if rank == turn % world:
+                time.sleep(0.002)
+            got = ops.gemv_all_reduce(xs[rank], ws[rank], transport="store")
+            near(f"gemv_all_reduce {m}x{n}x{k} {dtype}", got, want, dtype)
+
+
 def replays(times: int) -> float:
     """Three operators in one captured graph, replayed with changing inputs; the worst error over all replays."""
     group = group_of(None)

@@ -56,6 +56,12 @@ def test_all_operators(
 
 
 @pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_few_rows_and_many_columns(pool_of: Make, ranks: int, dtype: torch.dtype) -> None:
+    pool_of(ranks).run(fusedlib.few_rows, dtype)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
 def test_calls_whose_like_was_run_before(pool_of: Make, ranks: int) -> None:
     """The third of each is the first that can go the shortest way: what Triton compiled is known by then."""
     rounds = 12

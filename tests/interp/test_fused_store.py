@@ -130,11 +130,22 @@ def test_blocks_fit_the_problem() -> None:
     assert tiles.gemm_blocks([64, 3], 8192, 8192, 2, 132).height == 64
     assert tiles.gemm_blocks([8192], 8192, 8192, 4, 132).height == 64
     assert tiles.gemm_blocks([8192], 8192, 8191, 2, 132).height == 64
-    assert [tiles.gemv_blocks(m, 8192, 2, 132).height for m in (1, 17, 64)] == [16, 32, 64]
-    assert tiles.gemv_blocks(1, 2048, 2, 132).width == 16
     assert tiles.bag_shape(64, 100, 100) == (64, 1, 64)
     assert tiles.bag_shape(128, 10_000, 100) == (8, 16, 128)
     assert tiles.bag_shape(20, 0, 0) == (64, 1, 32)
+
+
+def test_few_rows_are_shared_out_evenly() -> None:
+    """Two ranks with 66 programs each, as on half a GPU; an owner has half of the columns."""
+    assert [tiles.gemv_blocks(m, 8192, 2, 66, 2).height for m in (1, 17, 64)] == [16, 32, 64]
+    assert [tiles.gemv_blocks(m, 8192, 4, 66, 2).height for m in (1, 2, 3, 17, 64)] == [1, 2, 4, 16, 16]
+    widths = {n: tiles.gemv_blocks(1, n, 2, 66, 2).width for n in (2048, 4096, 6144, 8192, 8704, 16384)}
+    # 4096: 64 programs with 32 columns each rather than 32 with 64; 8704: two tiles of 64 for two of them, or three of
+    # 32 for four.
+    assert widths == {2048: 16, 4096: 32, 6144: 64, 8192: 64, 8704: 32, 16384: 64}
+    for m in (1, 2, 5, 16, 64):
+        b = tiles.gemv_blocks(m, 8192, 4, 66, 2)
+        assert b.height * b.width * b.depth <= 128 * 32 * b.warps, "sums of a thread that its registers don't hold"
 
 
 # --- the child process: operators on ranks ----------------------------------------------------------------------------
@@ -174,7 +185,7 @@ class Rank:
             parts = [lib.product(x, w).split(self.splits(r, run))[self.rank] for r, (x, w) in enumerate(inputs)]
             return out, torch.cat(parts), [inputs[self.rank][0]]
         if op == "gemv_all_reduce":
-            inputs = [self.xw(r, run, 5, 37, 40) for r in everybody]
+            inputs = [self.xw(r, run, (5, 21)[run % 2], 37, 136) for r in everybody]
             out = self.store.gemv_all_reduce(*inputs[self.rank], order=self.order)
             return out, lib.summed([lib.product(x, w) for x, w in inputs]), [inputs[self.rank][0]]
         if op == "matmul_reduce_scatter":

@@ -44,6 +44,8 @@ NO_TABLE = torch.empty(0, dtype=torch.int64)
 _LOOKS_PER_S = 2_000_000
 _INTERPRETED_LOOKS_PER_S = 5_000
 _TEXT_BYTES = 160
+#: Shared memory of a multiprocessor that the driver takes of each program's.
+_RESERVED_BYTES = 1024
 #: Tables of tiles, and counters, that are kept for shapes and splits seen before.
 _MOST_ROWS = 256
 #: What each rank says of its device: multiprocessors, programs asked for or 0; then its name.
@@ -145,6 +147,13 @@ class Shared:
         every = shares(ids, cores, wanted)
         self.programs = 1 if self._interpreted else every[self.group.rank]
         self.least_programs = min(every)  #: of any rank: for what ranks must have alike
+
+    @property
+    def _memory_bytes(self) -> int:
+        """Shared memory of a program, which has a multiprocessor of its own."""
+        if self._interpreted:
+            return _INTERPRETED_CORES
+        return int(torch.cuda.get_device_properties(self.device).shared_memory_per_multiprocessor) - _RESERVED_BYTES
 
     def _num_cores(self) -> int:
         if self._interpreted:
@@ -361,7 +370,10 @@ class Shared:
         self, kind: Hashable, rows: tuple[int, ...], n: int, k: int, dtype: torch.dtype, order: str,
         rows_before: tuple[int, ...] | None = None, slice_rows: int | None = None, blocks: Blocks | None = None,
     ) -> tuple[Hashable, Blocks]:  # fmt: skip
-        blocks = blocks or self._blocks or tiles.gemm_blocks(rows, n, k, dtype.itemsize, self.programs)
+        blocks = blocks or self._blocks
+        if blocks is None:
+            made = tiles.gemm_blocks(rows, n, k, dtype.itemsize, self.programs)
+            blocks = tiles.fitting(made, dtype.itemsize, self._memory_bytes)
         return (kind, rows, n, blocks, order, rows_before, slice_rows), blocks
 
     def _words(self, state: State, counters: torch.Tensor) -> tuple[Any, ...]:

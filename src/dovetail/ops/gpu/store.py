@@ -256,10 +256,11 @@ class Store(Shared):
         result: torch.Tensor = state.result.tensor[: m * n].view(m, n)
         out = self._launch(
             gemv_all_reduce_kernel, blocks, (state, counter), (x, w),
-            state.result.table, state.stage.table, *self._words(state, counter), rank, world, m, n, k,
+            state.result.table, state.stage.table, *self._words(state, counter), rank, world, self._walkers, m, n, k,
             _tl(x.dtype), blocks.height, blocks.width, blocks.depth,
             n % blocks.width == 0, k % blocks.depth == 0, _precision(x.dtype), self._interpreted,
-            Order(order) is Order.REMOTE, then=result.clone, again=Again(_both),
+            blocks.stages if x.dtype == torch.float32 else 0, Order(order) is Order.REMOTE,
+            then=result.clone, again=Again(_both),
         )  # fmt: skip
         assert out is not None
         return out
@@ -267,9 +268,16 @@ class Store(Shared):
     def _gemv_state(self, m: int, n: int, dtype: torch.dtype) -> tuple[Any, ...]:
         """(blocks, kind, words, items of the stage, items of the result), the same on all ranks."""
         world = self.group.size
-        blocks = tiles.gemv_blocks(m, n, dtype.itemsize, self.least_programs)
+        made = tiles.gemv_blocks(m, n, dtype.itemsize, self.least_programs, world)
+        blocks = tiles.fitting(made, dtype.itemsize, self._memory_bytes)
         room = math.ceil(math.ceil(n / blocks.width) / world)
-        return blocks, ("gemv_all_reduce", dtype), (2 + room) * world, world * room * m * blocks.width, m * n
+        words = (2 + self._walkers) * world
+        return blocks, ("gemv_all_reduce", dtype), words, world * room * m * blocks.width, m * n
+
+    @property
+    def _walkers(self) -> int:
+        """Programs that every rank's kernel has."""
+        return 1 if self._interpreted else self.least_programs
 
     def embedding_all_to_all(
         self,

@@ -285,11 +285,40 @@ def gemm_blocks(rows: Sequence[int], n: int, k: int, item_bytes: int, programs: 
     return _PLAIN if large >= programs else _MEDIUM
 
 
-def gemv_blocks(m: int, n: int, item_bytes: int, programs: int) -> Blocks:
-    """For a product of few rows: every program should have columns, and many bytes of w on their way."""
-    height = 16 if m <= 16 else 32 if m <= 32 else 64
-    width = 32 if -(-n // 32) >= programs else 16
-    return Blocks(height=height, width=width, depth=256 // item_bytes, warps=4, stages=4)
+def fitting(blocks: Blocks, item_bytes: int, memory_bytes: int) -> Blocks:
+    """The same with as many stages as a multiprocessor's shared memory holds, at least one.
+
+    >>> fitting(Blocks(height=128, width=256, depth=64, warps=8, stages=3), 2, 100_000).stages
+    2
+    """
+    stage = (blocks.height + blocks.width) * blocks.depth * item_bytes
+    return replace(blocks, stages=max(1, min(blocks.stages, memory_bytes // stage)))
+
+
+#: Columns of w that a program could read in the time a tile takes besides.
+_TILE_COLUMNS = 8
+
+
+def gemv_blocks(m: int, n: int, item_bytes: int, programs: int, world: int) -> Blocks:
+    """For a product of few rows, whose tiles are shared out among `world` owners: reading w is all the work.
+
+    So much of w should be on its way as there is room for, and the program with the most tiles should not read much
+    more than the others. In fp32 a tile is of up to 16 rows, for `kernels.gemv.thin_product`, and `depth` such that its
+    sums fit the registers; otherwise of all rows, for tensor cores.
+    """
+    height = 1 << (m - 1).bit_length()
+    height = min(height, 16) if item_bytes > 2 else max(height, 16)
+
+    def columns(width: int) -> int:
+        """What the program with the most tiles of an owner reads."""
+        tiles = -(-n // (width * world))
+        return -(-tiles // programs) * (width + _TILE_COLUMNS)
+
+    width = min((64, 32, 16), key=columns)
+    if item_bytes > 2:
+        width = min(width, 32) if height > 8 else width
+        return Blocks(height=height, width=width, depth=128 if height * width <= 64 else 64, warps=8, stages=4)
+    return Blocks(height=height, width=width, depth=256 if height <= 16 else 128, warps=4, stages=4)
 
 
 #: Elements of one step of a bag kernel, and at most so many bags and rows of each in it.
