@@ -53,8 +53,9 @@ def tiny(shape: grid.Shape) -> grid.Shape:
     return dataclasses.replace(shape, rows=16) if isinstance(shape, grid.Lookup) else shape
 
 
-def test_what_is_tuned_is_not_what_is_judged() -> None:
-    judged, tuned = set(grid.grid()), grid.coarse()
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+def test_what_is_tuned_is_not_what_is_judged(backend: str) -> None:
+    judged, tuned = set(grid.grid(backend=backend)), grid.coarse(backend=backend)
     assert not judged & set(tuned)
     assert {shape.op for shape in tuned} == set(grid.OPS)
     assert any(shape.uneven for shape in tuned)

@@ -51,7 +51,10 @@ def tune(
     backend: Annotated[str, typer.Option(help="cpu, or cuda: tensors on GPUs, shared by ranks beyond them.")] = CPU,
     budget: Annotated[
         str | None,
-        typer.Option(help="Time for everything: 60s for each number of ranks if not given. kv: from 2m on, more."),
+        typer.Option(
+            help="Time for everything: 60s for each number of ranks if not given, 2m for fused on GPUs. kv: from 2m "
+            "on, more."
+        ),
     ] = None,
     ranks: Annotated[str | None, typer.Option(help="Numbers of ranks to measure: 2,4; overlap: one.")] = None,
     begin: Annotated[str | None, typer.Option("--begin", "-b", help="coll: smallest size: 1K.")] = None,
@@ -104,7 +107,8 @@ def tune(
         from dovetail.cli import _fused
 
         counts = _numbers("2" if ranks is None else ranks)
-        _fused.tune(backend, counts, _seconds(budget, len(counts)), force, json)
+        runs = len(counts) if backend == CPU else 2 * len(counts)  # launches take longer than products of this size
+        _fused.tune(backend, counts, _seconds(budget, runs), force, json)
         return
     if only == "kv":
         refuse({"ranks": ranks, "begin": begin, "end": end, "factor": factor}, "--only coll")

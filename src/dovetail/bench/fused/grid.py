@@ -92,7 +92,8 @@ _TUNE_SIZES = {EMBEDDING: (128, 1024, 4096), GEMM: (32, 256, 1024)}
 _TUNE_WORK = {EMBEDDING: (2, 16)}
 _TUNE_PRODUCT_WORK = (64, 256)
 _TUNE_GEMV_ROWS, _TUNE_LAYERS = (2, 32), ((1536, 256), (3072, 768))
-_TUNE_GPU_LAYERS = ((6144, 1536), (8192, 4096))
+#: There fp32 is multiplied without tensor cores: many rows of a large layer decide whether that pays.
+_TUNE_GPU_ROWS, _TUNE_GPU_LAYERS = (2, 8, 48), ((6144, 1536), (8192, 6144))
 
 
 def grid(ops: Sequence[str] = OPS, backend: str = "cpu") -> tuple[Shape, ...]:
@@ -123,10 +124,10 @@ def quick(ops: Sequence[str] = OPS) -> tuple[Shape, ...]:
 def coarse(ops: Sequence[str] = OPS, backend: str = "cpu") -> tuple[Shape, ...]:
     """What a choice is made by, from small to large: where time is short, every operator lacks its large ones."""
     found: list[Shape] = []
-    layers = _TUNE_LAYERS if backend == "cpu" else _TUNE_GPU_LAYERS
+    rows, layers = (_TUNE_GEMV_ROWS, _TUNE_LAYERS) if backend == "cpu" else (_TUNE_GPU_ROWS, _TUNE_GPU_LAYERS)
     for op in ops:
         if op == GEMV:
-            found += [Product(op=op, m=m, n=n, k=k) for m, (n, k) in itertools.product(_TUNE_GEMV_ROWS, layers)]
+            found += [Product(op=op, m=m, n=n, k=k) for m, (n, k) in itertools.product(rows, layers)]
             continue
         sizes, works = _TUNE_SIZES.get(op, _TUNE_SIZES[GEMM]), _TUNE_WORK.get(op, _TUNE_PRODUCT_WORK)
         found += [_product(op, size, work) for size, work in itertools.product(sizes, works)]
