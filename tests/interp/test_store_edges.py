@@ -415,7 +415,7 @@ def test_ranks(outcome: dict[str, str], case: str) -> None:
 
 def test_ranks_of_one_gpu_share_it_equally() -> None:
     pytest.importorskip("triton")
-    from dovetail.ops.gpu.shared import shares
+    from dovetail.ops.gpu.part import shares
 
     assert shares([b"a", b"a", b"b"], [132, 132, 132], [0, 0, 0]) == [66, 66, 132]
     assert shares([b"a", b"b"], [132, 80], [16, 0]) == [16, 80]

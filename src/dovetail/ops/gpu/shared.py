@@ -29,6 +29,7 @@ from dovetail.language import Addresses, Symmetric
 from dovetail.language.symmetric import gpu_world, indexed
 from dovetail.ops.gpu import tiles
 from dovetail.ops.gpu.launcher import Again, Launcher
+from dovetail.ops.gpu.part import Part
 from dovetail.ops.gpu.status import WRONG_ROW, Status
 from dovetail.ops.gpu.tables import Tables
 from dovetail.ops.gpu.tiles import Blocks
@@ -44,14 +45,8 @@ NO_TABLE = torch.empty(0, dtype=torch.int64)
 _LOOKS_PER_S = 2_000_000
 _INTERPRETED_LOOKS_PER_S = 5_000
 _TEXT_BYTES = 160
-#: Shared memory of a multiprocessor that the driver takes of each program's.
-_RESERVED_BYTES = 1024
 #: Tables of tiles, and counters, that are kept for shapes and splits seen before.
 _MOST_ROWS = 256
-#: What each rank says of its device: multiprocessors, programs asked for or 0; then its name.
-_DEVICE = struct.Struct("<qq")
-#: Under the interpreter tiles are as small as for many programs, so that small problems have several.
-_INTERPRETED_CORES = 1 << 20
 #: Words of a call on this rank alone: those of `kernels.protocol`.
 LOCAL_WORDS = 4
 _INTERPRETED = Blocks(height=16, width=32, depth=32, group=2, warps=4, stages=1)
@@ -113,7 +108,7 @@ class Shared:
         self.group, self.device = group, indexed(device)
         self._interpreted = prepare(group, self.device)
         self._addresses = Addresses.of(group, self.device)
-        self._share(programs)
+        self.part = Part.of(self._addresses, group.rank, self.device, programs, interpreted=self._interpreted)
         self._blocks = blocks or (_INTERPRETED if self._interpreted else None)
         self._states: dict[Hashable, State] = {}
         self._outgrown: list[Symmetric] = []  # signals that a peer's last kernel may still raise
@@ -132,33 +127,6 @@ class Shared:
         self.repeats: weakref.WeakSet[Repeats] = weakref.WeakSet()
         self._tables_before: tuple[int, ...] | None = None  # of embeddings, of each rank, in the last call
         self._addresses.leaves(self)
-
-    def _share(self, asked: int | None) -> None:
-        """Every rank learns how many programs each has; one that asked for too many is refused on all of them."""
-        mine = self._addresses.device_id
-        _, notes = self._addresses.exchange([], _DEVICE.pack(self._num_cores(), asked or 0) + mine)
-        ids = [note[_DEVICE.size :] for note in notes]
-        cores, wanted = zip(*(_DEVICE.unpack_from(note) for note in notes), strict=True)
-        self.num_sharing = ids.count(mine)  #: ranks on this rank's GPU, itself included
-        if self._interpreted:
-            if any(many > 1 for many in wanted):
-                raise NotSupported(f"{asked} programs: the interpreter runs one after the other, so 1 is the most")
-            wanted = (0,) * len(wanted)
-        every = shares(ids, cores, wanted)
-        self.programs = 1 if self._interpreted else every[self.group.rank]
-        self.least_programs = min(every)  #: of any rank: for what ranks must have alike
-
-    @property
-    def _memory_bytes(self) -> int:
-        """Shared memory of a program, which has a multiprocessor of its own."""
-        if self._interpreted:
-            return _INTERPRETED_CORES
-        return int(torch.cuda.get_device_properties(self.device).shared_memory_per_multiprocessor) - _RESERVED_BYTES
-
-    def _num_cores(self) -> int:
-        if self._interpreted:
-            return _INTERPRETED_CORES
-        return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
     # --- failures and the end
 
@@ -372,8 +340,8 @@ class Shared:
     ) -> tuple[Hashable, Blocks]:  # fmt: skip
         blocks = blocks or self._blocks
         if blocks is None:
-            made = tiles.gemm_blocks(rows, n, k, dtype.itemsize, self.programs)
-            blocks = tiles.fitting(made, dtype.itemsize, self._memory_bytes)
+            made = tiles.gemm_blocks(rows, n, k, dtype.itemsize, self.part.programs)
+            blocks = tiles.fitting(made, dtype.itemsize, self.part.memory_bytes)
         return (kind, rows, n, blocks, order, rows_before, slice_rows), blocks
 
     def _words(self, state: State, counters: torch.Tensor) -> tuple[Any, ...]:
@@ -394,7 +362,7 @@ class Shared:
         """Launches on torch's current stream, and does `then` behind it; `held` is what must stay until both are over.
         `Launcher.run` says what the arguments are."""
         again = again if self.named is not None else None  # memory of some rank may be new to the others again
-        made = self.launcher.run(kernel, self.programs, blocks, held, first, rest, then=then, again=again)
+        made = self.launcher.run(kernel, self.part.programs, blocks, held, first, rest, then=then, again=again)
         if self._interpreted:
             self.check_late()
         return made
@@ -433,30 +401,6 @@ def prepare(group: Group, device: torch.device) -> bool:
     if not interpreted:
         gpu_world(group.world, indexed(device).index)
     return interpreted
-
-
-def shares(ids: Sequence[bytes], cores: Sequence[int], asked: Sequence[int]) -> list[int]:
-    """How many programs each rank's kernels have: ranks on one GPU get equal parts of it, unless they ask for less.
-
-    Args:
-        ids: names of the ranks' GPUs.
-        cores: their multiprocessors.
-        asked: programs, 0 for as many as there are.
-
-    Raises:
-        NotSupported: a rank asked for more than its part.
-    """
-    found = []
-    for name, many, wanted in zip(ids, cores, asked, strict=True):
-        sharing = ids.count(name)
-        most = many // sharing
-        if not 1 <= (wanted or most) <= most:
-            raise NotSupported(
-                f"{wanted or most} programs per kernel: {sharing} ranks share this GPU of {many} multiprocessors, so "
-                f"each may have 1 to {most}; with more, a kernel could wait for one that has no place to run"
-            )
-        found.append(wanted or most)
-    return found
 
 
 def raise_wrong_rows(places: Sequence[int]) -> None:

@@ -178,8 +178,8 @@ class Store(Shared):
     def _copies(self, m: int, n: int, k: int, dtype: torch.dtype) -> bool:
         """Whether rows of peers are copied here first, if nobody says."""
         world = self.group.size
-        blocks = self._blocks or tiles.gemm_blocks([m] * world, n, k, dtype.itemsize, self.programs)
-        return self.num_sharing < world and n > blocks.width
+        blocks = self._blocks or tiles.gemm_blocks([m] * world, n, k, dtype.itemsize, self.part.programs)
+        return self.part.num_sharing < world and n > blocks.width
 
     def matmul_reduce_scatter(
         self, x: torch.Tensor, w: torch.Tensor, *, slice_rows: int | None = None, order: str = "remote"
@@ -228,7 +228,7 @@ class Store(Shared):
     ) -> tuple[Any, ...]:
         """(kind, rows of a slice, words, items of the stage), the same on all ranks."""
         world = self.group.size
-        blocks = self._blocks or tiles.gemm_blocks([m] * world, n, k, dtype.itemsize, self.least_programs)
+        blocks = self._blocks or tiles.gemm_blocks([m] * world, n, k, dtype.itemsize, self.part.least_cores)
         height = max(1, min(slice_rows or -(-m // (4 * blocks.height)) * blocks.height, m))
         return ("matmul_reduce_scatter", dtype), height, (2 + -(-m // height)) * world, world * m * n
 
@@ -256,8 +256,8 @@ class Store(Shared):
         result: torch.Tensor = state.result.tensor[: m * n].view(m, n)
         out = self._launch(
             gemv_all_reduce_kernel, blocks, (state, counter), (x, w),
-            state.result.table, state.stage.table, *self._words(state, counter), rank, world, self._walkers, m, n, k,
-            _tl(x.dtype), blocks.height, blocks.width, blocks.depth,
+            state.result.table, state.stage.table, *self._words(state, counter), rank, world, self.part.walkers,
+            m, n, k, _tl(x.dtype), blocks.height, blocks.width, blocks.depth,
             n % blocks.width == 0, k % blocks.depth == 0, _precision(x.dtype), self._interpreted,
             blocks.stages if x.dtype == torch.float32 else 0, Order(order) is Order.REMOTE,
             then=result.clone, again=Again(_both),
@@ -268,16 +268,11 @@ class Store(Shared):
     def _gemv_state(self, m: int, n: int, dtype: torch.dtype) -> tuple[Any, ...]:
         """(blocks, kind, words, items of the stage, items of the result), the same on all ranks."""
         world = self.group.size
-        made = tiles.gemv_blocks(m, n, dtype.itemsize, self.least_programs, world)
-        blocks = tiles.fitting(made, dtype.itemsize, self._memory_bytes)
+        made = tiles.gemv_blocks(m, n, dtype.itemsize, self.part.least_cores, world)
+        blocks = tiles.fitting(made, dtype.itemsize, self.part.memory_bytes)
         room = math.ceil(math.ceil(n / blocks.width) / world)
-        words = (2 + self._walkers) * world
+        words = (2 + self.part.walkers) * world
         return blocks, ("gemv_all_reduce", dtype), words, world * room * m * blocks.width, m * n
-
-    @property
-    def _walkers(self) -> int:
-        """Programs that every rank's kernel has."""
-        return 1 if self._interpreted else self.least_programs
 
     def embedding_all_to_all(
         self,
@@ -345,7 +340,7 @@ class Store(Shared):
             table, rows.tiles, rows.segments, signals, local, counters,
             self._wrong_row, status, bound, rank, world, sum(tables_of_rank[:rank]), num_tables, len(weights), batch,
             dim, _tl(dtype), bags, depth, block, mode == "mean", per_sample_weights is not None, self._interpreted,
-            self.programs,
+            self.part.programs,
         )  # fmt: skip
         return out
 
@@ -415,7 +410,7 @@ class Store(Shared):
         """What a GEMM kernel is compiled for, from BM on."""
         b = rows.blocks
         return (
-            b.height, b.width, b.depth, b.group, self.programs,
+            b.height, b.width, b.depth, b.group, self.part.programs,
             rows.even, n % b.width == 0, k % b.depth == 0, _precision(dtype), self._interpreted,
         )  # fmt: skip
 
