@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.llama import differ, generate, llama, prompt, same
 
-from dovetail.kv.transformers import PagedCache, PagedMemory, PrefixStore, Steps
+from dovetail.kv.transformers import KVShape, OffloadedCache, PagedCache, PagedMemory, PrefixStore, Steps
 
 MODEL = llama()
 IDS = prompt(50)
@@ -180,3 +180,27 @@ def test_autocast_is_no_other_model() -> None:
     with torch.autocast("cpu", torch.bfloat16), PagedCache(blocks := memory()) as cache:
         assert same(generate(MODEL, IDS, cache), generate(MODEL, IDS))
         Steps(llama().to(torch.bfloat16), blocks)  # what it gives K and V in shows in its first step
+
+
+@each
+def test_an_offloaded_cache_is_for_one_model(name: str) -> None:
+    """A model with one KV head for the cache's two would have been taken: a copy of one into two is none to torch."""
+    advice = ": make a cache for each model, OffloadedCache.for_model(model, max_tokens)"
+    with OffloadedCache.for_model(MODEL, 80, device_bytes=2 * 5 * KVShape.of(MODEL).row_bytes) as cache:
+        first = generate(MODEL, IDS, cache, new=2)
+        before = cache.get_seq_length()
+        with pytest.raises(ValueError, match=re.escape(seen(name)) + ".*" + re.escape(advice)):
+            generate(STRANGERS[name][0], torch.cat([IDS, IDS[:, :9]], dim=1), cache)
+        assert {layer.length for layer in cache.layers} == {before}
+        longer = torch.cat([first.sequences, prompt(5, 3)], dim=1)
+        assert differ(generate(MODEL, longer, cache, new=3), generate(MODEL, longer, new=3)) < ROUNDING
+
+
+def test_an_offloaded_cache_after_a_pass_through_a_part_of_the_layers() -> None:
+    with OffloadedCache.for_model(MODEL, 80) as cache:
+        with torch.inference_mode():
+            FEWER(input_ids=IDS, past_key_values=cache)
+        with pytest.raises(ValueError, match="the last pass came through 2 of these layers"):
+            generate(MODEL, torch.cat([IDS, IDS[:, :1]], dim=1), cache)
+        assert cache.get_seq_length() == 0
+        assert same(generate(MODEL, IDS, cache), generate(MODEL, IDS))

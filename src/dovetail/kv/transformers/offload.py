@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin
 
 from dovetail.errors import NotSupported
 from dovetail.hw.gpu.device import Device
 from dovetail.kv.models import BLOCK_TOKENS
+from dovetail.kv.transformers.guarded import GuardedCache
 from dovetail.kv.transformers.memory import CacheFull
 from dovetail.kv.transformers.prefix import open_device
 from dovetail.kv.transformers.rotation import Rotation
@@ -87,13 +88,15 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[misc]
         raise NotSupported("an OffloadedCache has no beam search: use a PagedCache, or one beam")
 
 
-class OffloadedCache(Cache):  # type: ignore[misc]
+class OffloadedCache(GuardedCache):
     """A cache of one call: `with OffloadedCache.for_model(model, max_tokens=...) as cache: model.generate(...)`.
 
     Args:
         max_tokens: of a sequence; host memory and buffers are taken for so many.
         resident_layers: the first ones stay on the device; the others share `num_buffers` buffers, 2 or more.
     """
+
+    remedy = "make a cache for each model, OffloadedCache.for_model(model, max_tokens)"
 
     def __init__(
         self,
@@ -113,7 +116,7 @@ class OffloadedCache(Cache):  # type: ignore[misc]
             )
         if rotating <= num_buffers:  # nothing to gain
             resident_layers, rotating, num_buffers = shape.num_layers, 0, 0
-        self.shape, self.max_tokens, self.num_sequences = shape, max_tokens, num_sequences
+        self.max_tokens, self.num_sequences = max_tokens, num_sequences
         self.resident_layers = resident_layers
         tokens = num_sequences * -(-max_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
         size = (resident_layers + num_buffers, tokens, 2, shape.num_heads, shape.head_dim)
@@ -123,7 +126,7 @@ class OffloadedCache(Cache):  # type: ignore[misc]
         if rotating:
             self._gpu = open_device(self._tokens.device) if self._tokens.device.type == "cuda" else None
             self.rotation = Rotation(shape, self._tokens[resident_layers:], rotating, self._gpu)
-        super().__init__(layers=[OffloadedLayer(self, n) for n in range(shape.num_layers)])
+        super().__init__(shape, [OffloadedLayer(self, n) for n in range(shape.num_layers)])
 
     @classmethod
     def for_model(

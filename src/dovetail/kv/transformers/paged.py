@@ -1,8 +1,7 @@
 """A cache of transformers in blocks: of one call of `generate()`, in any blocks of a `PagedMemory`.
 
 A layer writes new tokens into the request's `Pages` and hands K and V to attention: as they lie if the blocks follow
-each other, otherwise gathered. All layers have the same tokens: where they don't, the last pass was of a model with
-fewer layers, or was cut off, and its tokens are forgotten.
+each other, otherwise gathered.
 """
 
 from __future__ import annotations
@@ -10,11 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin
 
 from dovetail.errors import NotSupported
+from dovetail.kv.transformers.guarded import GuardedCache
 from dovetail.kv.transformers.memory import PagedMemory
 from dovetail.kv.transformers.pages import Pages, Pair
+from dovetail.kv.transformers.shape import PAGED
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -82,11 +83,13 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         raise NotSupported("a PagedCache has a fixed number of sequences: make a new one")
 
 
-class PagedCache(Cache):  # type: ignore[misc]
+class PagedCache(GuardedCache):
     """The cache of one call: `with PagedCache(memory) as cache: model.generate(..., past_key_values=cache)`.
 
     Use it in one stream. A call of a batch, or of beams, needs `num_sequences` of them.
     """
+
+    remedy = PAGED
 
     def __init__(self, memory: PagedMemory, *, num_sequences: int = 1, num_tokens: int = 0) -> None:
         """`num_tokens`: room for so many is taken now; more is taken as it is needed.
@@ -100,51 +103,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         self.prompt: Any = None  #: token ids that it was begun with, where that is known
         self.pages.reserve(num_tokens)
         self._given = 0  # so many tokens are there by `begin_at`
-        self._known: set[int] = set()  # layers whose K and V were looked at
-        super().__init__(layers=[PagedLayer(self.pages, n, 0) for n in range(memory.shape.num_layers)])
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> Pair:
-        """Keeps new tokens of a layer; K and V of all.
-
-        Raises:
-            ValueError: they are of another model than the memory is; the cache has the tokens from before this pass.
-            CacheFull: there is no room; nothing is written.
-        """
-        layers, shape = self.layers, self.pages.memory.shape
-        if not layer_idx and not self.is_even:
-            self.require_all_layers()
-        if layer_idx >= len(layers):
-            self._forget(max(0, layers[0].length - key_states.shape[-2]))
-            raise shape.misfit(f"a model of {layer_idx + 1} or more layers came")
-        if layer_idx not in self._known:
-            shape.require(key_states, value_states, layer_idx)
-            if layer_idx:  # the first layer is looked at in each pass: it may be another model's
-                self._known.add(layer_idx)
-        found: Pair = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        return found
-
-    @property
-    def is_even(self) -> bool:
-        """Whether the last layer has as many tokens as the first: cheaper than `require_all_layers`, for each pass."""
-        return bool(self.layers[0].length == self.layers[-1].length)
-
-    def require_all_layers(self) -> None:
-        """Raises `ValueError` if the last pass did not come through all layers; its tokens are forgotten then."""
-        lengths = [layer.length for layer in self.layers]
-        if (shortest := min(lengths)) != max(lengths):
-            self._forget(shortest)
-            passed = sum(length > shortest for length in lengths)
-            raise self.pages.memory.shape.misfit(
-                f"the last pass came through {passed} of these layers, so it was another model's, or was cut off (its "
-                f"tokens are forgotten, compute them again)"
-            )
-
-    def _forget(self, num_tokens: int) -> None:
-        """All tokens but the first ones."""
-        for layer in self.layers:
-            layer.length = min(layer.length, num_tokens)
+        super().__init__(memory.shape, [PagedLayer(self.pages, n, 0) for n in range(memory.shape.num_layers)])
 
     def begin_at(self, num_tokens: int) -> None:
         """The first tokens are there already, or under way."""

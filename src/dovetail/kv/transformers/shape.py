@@ -16,6 +16,8 @@ from dovetail.errors import NotSupported
 from dovetail.kv.models import BLOCK_TOKENS
 
 LEAST_VERSION = (5, 17)
+#: What to do where a memory is another model's.
+PAGED = "make a memory for each model, PagedMemory.for_model(model, num_blocks)"
 _FULL = "full_attention"
 
 
@@ -70,21 +72,19 @@ class KVShape:
         if found != self and not (_casts(model.device) and replace(found, dtype=self.dtype) == self):
             raise self.misfit(f"{type(model).__name__} has {found}")
 
-    def require(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> None:
+    def require(self, keys: torch.Tensor, values: torch.Tensor, layer: int, remedy: str = PAGED) -> None:
         """Raises `ValueError` if a layer gives something else, [N, H, S, D] each. Compares numbers, reads no tensor."""
         _, heads, _, width = keys.shape
         fits = heads == self.num_heads and width == self.head_dim and values.shape == keys.shape
         if fits and (keys.dtype == values.dtype == self.dtype or _casts(keys.device)):
             return
         came = [_token(states.shape[1], states.shape[3], states.dtype) for states in (keys, values)]
-        raise self.misfit(f"layer {layer} came with {came[0] if came[0] == came[1] else f'K {came[0]}; V {came[1]}'}")
+        shown = came[0] if came[0] == came[1] else f"K {came[0]}; V {came[1]}"
+        raise self.misfit(f"layer {layer} came with {shown}", remedy)
 
-    def misfit(self, found: str) -> ValueError:
-        """What to raise where another model came: `found` says how that shows."""
-        return ValueError(
-            f"this memory was made for a model of {self}; {found}: make a memory for each model, "
-            f"PagedMemory.for_model(model, num_blocks)"
-        )
+    def misfit(self, found: str, remedy: str = PAGED) -> ValueError:
+        """What to raise where another model came: `found` says how that shows, `remedy` what to make instead."""
+        return ValueError(f"this memory was made for a model of {self}; {found}: {remedy}")
 
 
 def _token(num_heads: int, head_dim: int, dtype: torch.dtype) -> str:
