@@ -182,8 +182,12 @@ def _size(name: str) -> int:
 
 def library(name: str) -> str:
     """The library to load for "cuda", "hip" or "hsa"."""
-    variable = f"DOVETAIL_{name.upper()}_LIBRARY"
-    return _get(variable) or VARIABLES[variable].default
+    return _get(f"DOVETAIL_{name.upper()}_LIBRARY") or usual_library(name)
+
+
+def usual_library(name: str) -> str:
+    """The library that is loaded if the environment names none."""
+    return VARIABLES[f"DOVETAIL_{name.upper()}_LIBRARY"].default
 
 
 def log_level() -> str:

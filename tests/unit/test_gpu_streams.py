@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from dovetail.errors import NotSupported
 from dovetail.hw.gpu import tensors
+from dovetail.hw.gpu.world import world_of
 
 
 class Streams:
@@ -73,3 +76,16 @@ def test_events_are_recorded_in_the_current_stream_of_a_device(streams: Streams)
 def test_a_torch_that_was_not_used_captures_nothing() -> None:
     assert not tensors.is_capturing()
     assert tensors.current_stream(0) == 0
+
+
+def test_a_torch_that_uses_no_gpu_has_no_tensors_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with a driver may have a torch without it: what the driver gives would be taken for the host's."""
+    if torch.cuda.is_available():
+        pytest.skip("torch uses a GPU here")
+    monkeypatch.delenv("DOVETAIL_CUDA_LIBRARY", raising=False)
+    with pytest.raises(NotSupported, match="uses no GPU here.*no tensor on cuda:3: install a torch"):
+        tensors.require_gpu("cuda", 3)
+    with pytest.raises(NotSupported, match="uses no GPU here"):
+        world_of(SimpleNamespace(gpu=None), "cuda", 0)  # type: ignore[arg-type]
+    monkeypatch.setenv("DOVETAIL_CUDA_LIBRARY", "some/other.so")
+    tensors.require_gpu("cuda", 0)

@@ -8,6 +8,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from dovetail import env
+from dovetail.errors import NotSupported
+
 
 class _Exported:
     """Device memory as torch takes it; torch holds this object as long as a tensor uses the memory."""
@@ -20,6 +23,20 @@ class _Exported:
             "strides": None,
             "version": 3,
         }
+
+
+def require_gpu(backend: str, device: int) -> None:
+    """Raises `NotSupported` where torch uses no GPU: what the driver gives can't be a tensor then.
+
+    A driver that somebody named may be a stand-in, whose device memory is the host's.
+    """
+    import torch
+
+    if not torch.cuda.is_available() and env.library(backend) == env.usual_library(backend):
+        raise NotSupported(
+            f"torch {torch.__version__} uses no GPU here (torch.cuda.is_available() is False), so there is no tensor "
+            f"on cuda:{device}: install a torch for this GPU, or use CPU tensors"
+        )
 
 
 def on_device(address: int, size_bytes: int, device: int, on_free: Callable[[], None]) -> Any:

@@ -13,7 +13,7 @@ import weakref
 from typing import Any, Protocol
 
 from dovetail.errors import DovetailError, NotSupported
-from dovetail.hw.gpu import symmetric
+from dovetail.hw.gpu import symmetric, tensors
 from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.driver import Kind
 from dovetail.hw.gpu.heap import Heap
@@ -162,6 +162,7 @@ class GpuWorld:
 def world_of(world: World, backend: str, index: int) -> GpuWorld:
     """The GPU side of a world; made when a GPU is first used, without the other ranks."""
     if world.gpu is None:
+        tensors.require_gpu(backend, index)
         device = Device(backend, index)
         try:
             world.gpu = GpuWorld(world, device)
