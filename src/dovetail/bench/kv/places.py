@@ -51,6 +51,10 @@ class Place(Protocol):
         """Overwrites bytes of the cache."""
 
 
+#: Memory that is touched at a time: between two such steps Ctrl-C is looked at. New pages may take 2 s for a GB.
+_TOUCHED_BYTES, _PAGE_BYTES = 64 << 20, 4096
+
+
 class CpuPlace:
     """Cache and pool in host memory."""
 
@@ -70,7 +74,9 @@ class CpuPlace:
 
         memory.require(cache_bytes + pool_bytes)
         self._cache, self._pool = np.zeros(cache_bytes, np.uint8), np.zeros(pool_bytes, np.uint8)
-        self._cache[::4096], self._pool[::4096] = 1, 1
+        for made in (self._cache, self._pool):
+            for at in range(0, len(made), _TOUCHED_BYTES):
+                made[at : at + _TOUCHED_BYTES : _PAGE_BYTES] = 1
         self._mover = CpuMover(self._cache, [self._pool])
 
     def submit(self, direction: Direction, copies: Table, path: Path, entries: int | None, beside: bool) -> Transfer:
