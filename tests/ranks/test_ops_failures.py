@@ -48,6 +48,8 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[], Any], Callable[[], Any
         Exception, "meta", lambda: _gemm(X, W, torch.zeros(2, device="meta"), torch.zeros(2, device="meta")), _gemm,
     ),
     "transport": (ValueError, "no transport 'fast'", lambda: _gemm(transport="fast"), _gemm),
+    "a list as transport": (TypeError, "transport is one of auto", lambda: _gemm(transport=["store"]), _gemm),
+    "huge splits": (ValueError, r"less than 2\^62", lambda: _gemm(X, W, [1, 1 << 63], [3, 3]), _gemm),
     "lacking transport": (
         NotSupported, "gemv_all_reduce on cpu has the transports unfused, decomposed, store, not 'dma'",
         lambda: fused.gemv_all_reduce(X, W, transport="dma"), lambda: fused.gemv_all_reduce(X, W),
@@ -83,6 +85,11 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[], Any], Callable[[], Any
     ),
     "weights' shape": (ValueError, "per_sample_weights is", lambda: _pool(per_sample_weights=torch.ones(5)), _pool),
     "optimizer": (ValueError, "optimizer is ''", lambda: _pool(optimizer="adam"), _pool),
+    "no optimizer": (TypeError, "optimizer is a text", lambda: _pool(optimizer=["sgd"]), _pool),
+    "lr": (ValueError, "lr is a finite number, not None", lambda: _pool(lr=None), _pool),
+    "eps": (ValueError, "eps is a finite number, not nan", lambda: _pool(optimizer="sgd", eps=float("nan")), _pool),
+    "num_tables": (ValueError, "num_tables is a whole number", lambda: _pool(num_tables="1"), _pool),
+    "huge num_tables": (ValueError, "num_tables is a whole number", lambda: _pool(num_tables=1 << 70), _pool),
     "state": (ValueError, "needs 1 tensors of state", lambda: _pool(optimizer="rowwise_adagrad"), _pool),
     "no state": (TypeError, "state is a list", lambda: _pool(state=None), _pool),
 }  # fmt: skip
@@ -145,6 +152,7 @@ DISAGREE: dict[str, Callable[[int], Any]] = {
     "n": lambda r: _gemm(w=torch.ones(3 + r, 4)),
     "dtypes": lambda r: _gemm(*((X, W) if r else (X.double(), W.double()))),
     "modes": lambda r: _pool(mode="sum" if r else "mean"),
+    "numbers of tables": lambda r: _pool(num_tables=3 if r else 4),
     "batches": lambda r: _pool() if r else _pool(values=VALUES[:3], offsets=OFFSETS[:4]),
     "equal and given splits": lambda r: _gemm(X, W, *(([2] * 3, [2] * 3) if r else ())),
 }

@@ -15,7 +15,9 @@ Raises, all of them:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -144,7 +146,7 @@ def embedding_all_to_all(
         offsets: where each bag begins, and the end: tables * batch + 1 numbers. Or `lengths`, of each bag.
         mode: "sum" or "mean".
         per_sample_weights: a factor for each value, with mode "sum".
-        num_tables: of all ranks together; needed under `torch.compile` only.
+        num_tables: of all ranks together, the same on each of them; needed under `torch.compile` only.
         optimizer: "" for sparse gradients of the tables; "sgd" or "rowwise_adagrad" to update the tables in place
             when gradients come, with `lr`, `eps` and `state`, one [rows] fp32 tensor per table. No gradient as large
             as a table is ever made.
@@ -155,8 +157,10 @@ def embedding_all_to_all(
     tables, moments = _listed(weights), _listed(state)
 
     def make(n: int) -> calls.EmbeddingAllToAll:
-        call = calls.embedding_all_to_all(tables, values, offsets, lengths, None, mode, per_sample_weights, n)
-        _optimizer(optimizer, moments, tables)
+        call = calls.embedding_all_to_all(
+            tables, values, offsets, lengths, None, mode, per_sample_weights, n, num_tables
+        )  # fmt: skip
+        _optimizer(optimizer, moments, tables, lr=lr, eps=eps)
         return call
 
     if _is_traced():
@@ -167,15 +171,16 @@ def embedding_all_to_all(
         ranks = named(name_of(group))
         if not _wants_gradients(*(tables if isinstance(tables, list) else ()), per_sample_weights):
             found = None
-            if per_sample_weights is lengths is None and optimizer == "" and type(moments) is list and not moments:
-                found = quick.run_lookup(ranks, tables, values, offsets, mode, transport)
+            is_plain = type(optimizer) is str and not optimizer and type(moments) is list and not moments
+            if per_sample_weights is lengths is None and is_plain and type(lr) is type(eps) is float:
+                found = quick.run_lookup(ranks, tables, values, offsets, mode, num_tables, transport)
             if found is None:
                 found = run.run(ranks, make, transport)
             if num_tables >= 0 and found.shape[1] != num_tables:
                 raise ValueError(f"num_tables is {num_tables}, the ranks have {found.shape[1]} tables together")
             return found
         call, _ = run.checked(ranks, make, transport)
-        offsets = call.offsets
+        offsets, lr, eps = call.offsets, float(lr), float(eps)
     return _ops.embedding_all_to_all(  # type: ignore[no-any-return]
         tables, values, offsets, per_sample_weights, mode, num_tables, moments, optimizer, lr, eps, name_of(group),
         transport,
@@ -196,7 +201,12 @@ def _listed(tensors: Any) -> Any:
     return list(tensors) if isinstance(tensors, Iterable) and not isinstance(tensors, torch.Tensor) else tensors
 
 
-def _optimizer(name: str, state: Any, tables: Sequence[torch.Tensor]) -> None:
+def _optimizer(name: str, state: Any, tables: Sequence[torch.Tensor], **numbers: Any) -> None:
+    for which, given in numbers.items():
+        if not isinstance(given, Real) or not math.isfinite(given):
+            raise ValueError(f"{which} is a finite number, not {given!r:.80}")
+    if not isinstance(name, str):
+        raise TypeError(f"optimizer is a text, not {name!r:.80}")
     if not isinstance(state, list) or not all(isinstance(s, torch.Tensor) for s in state):
         raise TypeError(f"state is a list of tensors, not {state!r:.80}")
     if name not in ("", SGD, ADAGRAD):
@@ -253,7 +263,7 @@ def explain(op: str, *arguments: Any, group: Any = None, transport: str = AUTO, 
         offsets = rest[0] if rest else keywords.get("offsets")
         call = calls.embedding_all_to_all(
             weights, values, offsets, keywords.get("lengths"), None, keywords.get("mode", "sum"),
-            keywords.get("per_sample_weights"), ranks.size,
+            keywords.get("per_sample_weights"), ranks.size, keywords.get("num_tables", -1),
         )  # fmt: skip
     elif op in _TWO:
         call = getattr(calls, op)(*arguments, ranks.size)

@@ -105,6 +105,7 @@ def sparse(
 def update(
     weights: list[torch.Tensor],
     state: list[torch.Tensor],
+    wanted: list[bool],
     found: torch.Tensor,
     values: torch.Tensor,
     offsets: torch.Tensor,
@@ -112,14 +113,15 @@ def update(
     lr: float,
     eps: float,
 ) -> None:
-    """Takes a step in place: equal rows are added up first, so it is what a dense gradient would give."""
+    """Takes a step in place, of the tables that are `wanted`: equal rows are added up first, so it is what a dense
+    gradient would give."""
     at = 0
     for t, v in enumerate(_by_table(values, offsets, len(weights))):
         part = found[at : at + v.numel()]
         at += v.numel()
-        if not v.numel():
+        if not (v.numel() and wanted[t]):
             continue
-        unique, where = torch.unique(v, return_inverse=True)
+        unique, where = torch.unique(v.to(torch.int64), return_inverse=True)
         summed = part.new_zeros((unique.numel(), part.shape[1])).index_add_(0, where, part)
         if optimizer == SGD:
             weights[t].index_add_(0, unique, summed, alpha=-lr)

@@ -20,6 +20,9 @@ from dovetail.hw.cpu import native
 #: Rows of `gemv_all_reduce` at most: it is for decoding; larger products are `matmul_reduce_scatter` and an all-gather.
 MOST_GEMV_ROWS = 64
 
+#: Less than so many rows of anything: ranks tell each other numbers of 64 bits.
+MOST_ROWS = 1 << 62
+
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _SUM, _MEAN = "sum", "mean"
 _NOTHING = torch.empty(0, 0)
@@ -162,6 +165,7 @@ class EmbeddingAllToAll(Call):
     per_sample_weights: torch.Tensor | None
     world: int
     dim: int
+    num_tables: int  #: of all ranks together, -1 if nobody said
 
     @property
     def dtype(self) -> torch.dtype:
@@ -173,7 +177,8 @@ class EmbeddingAllToAll(Call):
 
     @property
     def text(self) -> str:
-        return f"{self.op}(batch {self.batch}, dim {self.dim}, {self.mode}, {self.dtype})"
+        said = f", {self.num_tables} tables" if self.num_tables >= 0 else ""
+        return f"{self.op}(batch {self.batch}, dim {self.dim}, {self.mode}, {self.dtype}{said})"
 
     @property
     def load(self) -> tuple[int, int]:
@@ -231,8 +236,11 @@ def embedding_all_to_all(
     mode: str,
     per_sample_weights: Any,
     world: int,
+    num_tables: Any = -1,
 ) -> EmbeddingAllToAll:
     """Checked, row numbers included where that needs no synchronisation."""
+    if not isinstance(num_tables, int) or not -1 <= num_tables < MOST_ROWS:
+        raise ValueError(f"num_tables is a whole number of tables, or -1, not {num_tables!r:.80}")
     tables = list(_listed("weights", weights))
     is_plain_call = all(map(is_plain, tables))
     if not is_plain_call:
@@ -276,7 +284,7 @@ def embedding_all_to_all(
     if not (is_plain_call and all(t.is_cpu for t in (values, offsets, *extra))):
         arguments.one_device([*tables, values, offsets, *extra])
     call = EmbeddingAllToAll(
-        tables, values, offsets, batch, mode, per_sample_weights, world, int(tables[0].shape[1])
+        tables, values, offsets, batch, mode, per_sample_weights, world, int(tables[0].shape[1]), num_tables
     )
     if values.is_cpu:
         _in_range(call)
@@ -355,6 +363,6 @@ def _listed(name: str, tensors: Any) -> Sequence[Any]:
 def _splits(name: str, sizes: Any, world: int) -> tuple[int, ...]:
     if isinstance(sizes, torch.Tensor):
         sizes = sizes.tolist()
-    if len(sizes) != world or any(not isinstance(n, int) or n < 0 for n in sizes):
-        raise ValueError(f"{name} must be {world} whole numbers, 0 or more, not {list(sizes)}")
+    if len(sizes) != world or any(not isinstance(n, int) or not 0 <= n < MOST_ROWS for n in sizes):
+        raise ValueError(f"{name} must be {world} whole numbers, 0 or more and less than 2^62, not {list(sizes)}")
     return tuple(sizes)

@@ -69,6 +69,8 @@ class Choice(NamedTuple):
 
 def transport_for(group: Group, call: calls.Call, requested: str, backend: str) -> Choice:
     """What a call runs. Raises `ValueError` or `NotSupported` for a transport that it can't have."""
+    if not isinstance(requested, str):
+        raise TypeError(f"transport is one of {', '.join((AUTO, *NAMES))}, not {requested!r:.80}")
     has = TRANSPORTS.get(backend, {}).get(call.op, (UNFUSED,))
     if backend != "cpu" and call.dtype is torch.float64:
         has = (UNFUSED,)  # no kernel of ours multiplies it

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from dovetail.errors import NotSupported
 from dovetail.ops import backward, calls, choose, run, unfused
 from dovetail.ops.names import named
 
@@ -44,6 +45,33 @@ def _gemm_all_to_all_fake(
 def _gemm_all_to_all_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, w, ctx.receive, ctx.send, ctx.group, _ = inputs
     ctx.save_for_backward(x, w)
+
+
+def _all_to_all_rows_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    y, _, ctx.receive, ctx.send, ctx.group = inputs
+    ctx.rows = y.shape[0]
+
+
+def _all_to_all_rows_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    return _ops._all_to_all_rows(grad.contiguous(), ctx.rows, ctx.send, ctx.receive, ctx.group), *[None] * 4
+
+
+def _all_gather_rows_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, ctx.group = inputs
+
+
+def _all_gather_rows_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    """Every rank's part of this rank's rows, added up."""
+    parts = _ops._all_to_all_rows(grad.contiguous(), grad.shape[0], None, None, ctx.group)
+    return parts.unflatten(0, (named(ctx.group).size, -1)).sum(0), None
+
+
+def _no_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Nothing is kept."""
+
+
+def _embedding_grads_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    raise NotSupported("embedding_all_to_all has no second derivatives: its gradient is not a differentiable function")
 
 
 def _gemm_all_to_all_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -148,7 +176,9 @@ def _embedding_all_to_all(
 ) -> torch.Tensor:  # fmt: skip
     out = run.run(
         named(group),
-        lambda n: calls.embedding_all_to_all(weights, values, offsets, None, None, mode, per_sample_weights, n),
+        lambda n: calls.embedding_all_to_all(
+            weights, values, offsets, None, None, mode, per_sample_weights, n, num_tables
+        ),
         transport,
     )
     if num_tables >= 0 and out.shape[1] != num_tables:
@@ -173,8 +203,14 @@ def _embedding_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     # Tables that are updated in place are kept as they are, not as saved tensors: those must not change before a
     # backward pass, and the step of another call changes them.
     ctx.tables = [*weights, *state] if ctx.optimizer else []
+    ctx.versions = _versions(weights) if ctx.optimizer and ctx.has_scales else None
     saved = [] if ctx.optimizer else weights
     ctx.save_for_backward(values, offsets, *([scales] if ctx.has_scales else []), *saved)
+
+
+def _versions(tables: list[torch.Tensor]) -> list[int]:
+    """What torch counts of changes in place; a compiler's stand-ins have none."""
+    return [] if torch.compiler.is_compiling() else [t._version for t in tables]
 
 
 def _embedding_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -187,9 +223,15 @@ def _embedding_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     rows = backward.rows(bags, bag_of, offsets, ctx.mode, scales)
     to_scales = None
     if scales is not None and ctx.needs_input_grad[3]:
+        if ctx.versions is not None and ctx.versions != _versions(weights):
+            raise RuntimeError(
+                "the gradient of per_sample_weights needs the tables as they were, and another call's step "
+                f"({ctx.optimizer}) has changed one since: look a table up once in a pass, or update it afterwards"
+            )
         to_scales = backward.scale_grads(bags, bag_of, values, offsets, weights)
     if ctx.optimizer:
-        _ops._embedding_update(weights, state, rows, values, offsets, ctx.optimizer, ctx.lr, ctx.eps)
+        wanted = list(ctx.needs_input_grad[0])
+        _ops._embedding_update(weights, state, wanted, rows, values, offsets, ctx.optimizer, ctx.lr, ctx.eps)
         to_weights: Any = [None] * ctx.num
     else:
         to_weights = backward.sparse(rows, values, offsets, weights)
@@ -205,10 +247,10 @@ def _embedding_grads_fake(grad: torch.Tensor, tables: int, group: str) -> torch.
 
 
 def _embedding_update(
-    weights: list[torch.Tensor], state: list[torch.Tensor], rows: torch.Tensor, values: torch.Tensor,
-    offsets: torch.Tensor, optimizer: str, lr: float, eps: float,
+    weights: list[torch.Tensor], state: list[torch.Tensor], wanted: list[bool], rows: torch.Tensor,
+    values: torch.Tensor, offsets: torch.Tensor, optimizer: str, lr: float, eps: float,
 ) -> None:  # fmt: skip
-    backward.update(weights, state, rows, values, offsets, optimizer, lr, eps)
+    backward.update(weights, state, wanted, rows, values, offsets, optimizer, lr, eps)
 
 
 def _embedding_update_fake(*_: Any) -> None:
@@ -237,8 +279,8 @@ _define(
 _define("_all_gather_rows(Tensor x, str group) -> Tensor", _all_gather_rows, _all_gather_rows_fake)
 _define("_embedding_grads(Tensor grad, int tables, str group) -> Tensor", _embedding_grads, _embedding_grads_fake)
 _define(
-    "_embedding_update(Tensor(a!)[] weights, Tensor(b!)[] state, Tensor rows, Tensor values, Tensor offsets, "
-    "str optimizer, float lr, float eps) -> ()",
+    "_embedding_update(Tensor(a!)[] weights, Tensor(b!)[] state, bool[] wanted, Tensor rows, Tensor values, "
+    "Tensor offsets, str optimizer, float lr, float eps) -> ()",
     _embedding_update,
     _embedding_update_fake,
 )
@@ -248,5 +290,8 @@ for _name, _backward, _context in (
     ("all_gather_matmul", _all_gather_matmul_backward, _product_context),
     ("matmul_reduce_scatter", _matmul_reduce_scatter_backward, _product_context),
     ("embedding_all_to_all", _embedding_backward, _embedding_context),
+    ("_all_to_all_rows", _all_to_all_rows_backward, _all_to_all_rows_context),
+    ("_all_gather_rows", _all_gather_rows_backward, _all_gather_rows_context),
+    ("_embedding_grads", _embedding_grads_backward, _no_context),
 ):
     torch.library.register_autograd(f"dovetail::{_name}", _backward, setup_context=_context, lib=_lib)

@@ -61,7 +61,7 @@ def learn(
 
 
 def _learn_lookup(ranks: OpsGroup, call: calls.EmbeddingAllToAll, choice: Choice, transport: str) -> None:
-    known, key = ranks.lookups, _lookup_key(call.weights, call.offsets, call.mode, transport)
+    known, key = ranks.lookups, _lookup_key(call.weights, call.offsets, call.mode, call.num_tables, transport)
     if key in known and not known[key][0].is_over:
         return  # this call only was none for it
     with ranks.calling(choice.transport):
@@ -72,9 +72,11 @@ def _learn_lookup(ranks: OpsGroup, call: calls.EmbeddingAllToAll, choice: Choice
         known[key] = repeated, choice.transport, registry.tally(call.op, *choice)
 
 
-def _lookup_key(tables: list[torch.Tensor], offsets: torch.Tensor, mode: str, transport: str) -> tuple[Any, ...]:
+def _lookup_key(
+    tables: list[torch.Tensor], offsets: torch.Tensor, mode: str, num_tables: int, transport: str
+) -> tuple[Any, ...]:
     """Of calls that native code can tell to be alike, or not."""
-    return transport, mode, len(tables), tables[0].dtype, tables[0].shape[1:], offsets.numel()
+    return transport, mode, num_tables, len(tables), tables[0].dtype, tables[0].shape[1:], offsets.numel()
 
 
 def _ready(group: Group) -> OpsGroup | None:
@@ -83,7 +85,7 @@ def _ready(group: Group) -> OpsGroup | None:
 
 
 def run_lookup(
-    group: Group, tables: Any, values: Any, offsets: Any, mode: str, transport: str
+    group: Group, tables: Any, values: Any, offsets: Any, mode: str, num_tables: int, transport: str
 ) -> torch.Tensor | None:  # fmt: skip
     """The result of an `embedding_all_to_all` whose like was run before; None if it must be looked at."""
     ranks = _ready(group)
@@ -91,10 +93,10 @@ def run_lookup(
         return None
     if not (_is_tensor(values) and _is_tensor(offsets) and type(tables) is list and tables and _is_tensor(tables[0])):
         return None
-    if type(mode) is not str or type(transport) is not str:
+    if type(mode) is not str or type(num_tables) is not int or type(transport) is not str:
         return None
     try:
-        found = ranks.lookups.get(_lookup_key(tables, offsets, mode, transport))
+        found = ranks.lookups.get(_lookup_key(tables, offsets, mode, num_tables, transport))
     except RuntimeError:  # nested tensors have no shape
         found = None
     if found is None:
@@ -118,7 +120,7 @@ def run(
     `splits`: of `UNEVEN`, rows that are received and sent; they may be others each time.
     """
     ranks = _ready(group)
-    if ranks is None or (shapes := ranks.products.get((op, transport))) is None:
+    if ranks is None or type(transport) is not str or (shapes := ranks.products.get((op, transport))) is None:
         return None
     if (known := shapes.find(x, w)) is None or x.is_neg() or w.is_neg() or is_autocast():
         return None
@@ -145,7 +147,7 @@ def _takes(call: calls.Product, receive: Any, send: Any) -> bool:
         if type(splits) not in (list, tuple) or len(splits) != call.world:
             return False
         for rows in splits:
-            if type(rows) is not int or rows < 0:
+            if type(rows) is not int or not 0 <= rows < calls.MOST_ROWS:
                 return False
     if sum(send) != sum(call.send):  # the rows of x, which are as many as they were
         return False

@@ -139,10 +139,11 @@ def _have(slots: list[tuple[int, ...]], every: tuple[int, ...]) -> bool:
 class Repeated:
     """Batches like one that went by stages: one native call. `of` makes one, or None if there is none."""
 
-    __slots__ = ("_dtype", "_every", "_group", "_lookup", "_mode", "_shape")
+    __slots__ = ("_dtype", "_every", "_group", "_lookup", "_mode", "_num_tables", "_shape")
 
     def __init__(self, g: OpsGroup, lookup: Lookup, c: calls.EmbeddingAllToAll) -> None:
         self._group, self._lookup, self._mode, self._dtype = g, lookup, c.mode, c.dtype
+        self._num_tables = c.num_tables
         self._every, self._shape = _tables_of(g, c), _output_of(g, c)
 
     @staticmethod
@@ -178,5 +179,7 @@ class Repeated:
         if _are_there(rows, self._every):
             lookup.finish(out.data_ptr(), half)
             return out
-        call = calls.embedding_all_to_all(tables, values, offsets, None, None, self._mode, None, g.group.size)
+        call = calls.embedding_all_to_all(
+            tables, values, offsets, None, None, self._mode, None, g.group.size, self._num_tables
+        )  # fmt: skip
         return _pool_there(g, call, rows)
