@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from tests.llama import LateMover, differ, generate, llama, prompt, same
 
 from dovetail.errors import NotSupported
+from dovetail.kv.plain import CpuMover
 from dovetail.kv.prefixes import _flat
 from dovetail.kv.transformers import CacheFull, KVShape, OffloadedCache, order
 from dovetail.kv.transformers import rotation as rotating
@@ -96,6 +98,84 @@ def test_without_the_wait_it_goes_wrong(removed: str, monkeypatch: pytest.Monkey
         monkeypatch.setattr(order.Fence, "behind", lambda *_: None)
     with late.cache as cache:
         assert differ(generate(MODEL, IDS, cache), plain) > 0.1
+
+
+class Worst:
+    """Of all orders that a GPU may take the worst: computation is done at once, and a copy not before somebody waits
+    for it, then behind what it was told to be behind. To tell a fence of a copy is not to wait for it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        fences: list[list[Copy]] = []
+        before: dict[str, Copy] = {}  # of a direction, whose copies follow each other
+
+        class Fence:
+            def __init__(self, _: Any) -> None:
+                self.after = (len(fences),)
+                self.told: list[Copy] = []
+                fences.append(self.told)
+
+            def behind_compute(self) -> None:
+                """It is done."""
+
+            def behind(self, transfer: Copy) -> None:
+                self.told.append(transfer)
+
+            def enter(self) -> None:
+                for transfer in self.told:
+                    transfer.wait()
+
+        class Mover(CpuMover):
+            def submit(self, direction: Any, table: Any, path: Any = "cpu", *, after: Any = (), **_: Any) -> Any:
+                behind = [other for fence in after for other in fences[fence]]
+                behind += [before[direction]] if direction in before else []
+                before[direction] = Copy(lambda: CpuMover.submit(self, direction, table), behind)
+                return before[direction]
+
+        def make(gpu: Any, tokens: torch.Tensor, host: Any) -> Mover:
+            return Mover(tokens.reshape(-1).view(torch.uint8).numpy(), _flat(host))
+
+        monkeypatch.setattr(order, "Fence", Fence)
+        monkeypatch.setattr(rotating, "_mover", make)
+
+
+class Copy:
+    def __init__(self, move: Callable[[], Any], behind: list[Copy]) -> None:
+        self._move: Callable[[], Any] | None = move
+        self._behind = behind
+
+    def is_over(self) -> bool:
+        return self._move is None
+
+    def wait(self, timeout_s: float = 60.0) -> None:
+        move, self._move = self._move, None
+        if move is not None:
+            for other in self._behind:
+                other.wait()
+            move()
+
+
+@pytest.mark.parametrize("buffers", [2, 3, 4])
+def test_the_worst_order_of_copies(buffers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A buffer that nothing is fetched into is written behind the copies that still store from it."""
+    Worst(monkeypatch)
+    longer = torch.cat([IDS, prompt(20, 3)], dim=1)
+    with OffloadedCache(SHAPE, 120, num_buffers=buffers) as cache:
+        poison(cache)
+        assert same(generate(MODEL, IDS, cache), generate(MODEL, IDS))
+        cache.reset()
+        assert same(generate(MODEL, IDS, cache, new=3), generate(MODEL, IDS, new=3))
+        cache.crop(-9)
+        shorter = longer[:, : cache.get_seq_length() + 5]
+        assert differ(generate(MODEL, shorter, cache, new=3), generate(MODEL, shorter, new=3)) < 1e-4
+
+
+@pytest.mark.parametrize("removed", ["behind", "enter"])
+def test_in_the_worst_order_each_wait_is_needed(removed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Worst(monkeypatch)
+    monkeypatch.setattr(order.Fence, removed, lambda *_: None)
+    with OffloadedCache(SHAPE, 120) as cache:
+        poison(cache)
+        assert not differ(generate(MODEL, IDS, cache), generate(MODEL, IDS)) < 0.1
 
 
 def test_only_new_blocks_are_stored_and_only_filled_ones_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,10 +158,11 @@ def test_a_buffer_is_filled_behind_its_attention_and_a_layer_behind_its_store(mo
         assert rotation is not None
         rotation._fences = [Fence(log, 7), Fence(log, 8)]
         model(input_ids=prompt(20), past_key_values=cache)
-        # Layers 0 and 1 begin in buffers 7 and 8; 2 takes 7 when 1 is entered, 0 takes 8 when 2 is entered.
+        # Layers 0 and 1 begin in buffers 7 and 8; 2 takes 7 when 1 is entered, 0 takes 8 when 2 is entered. Nothing is
+        # fetched for 0, 1 and 2, so they are written behind their buffers' fences.
         assert log == [
-            "7 behind a transfer",
-            "7 behind compute", "8 behind a transfer",
-            "8 behind compute", "8 behind a transfer", "7 behind a transfer",
+            "compute behind 7", "7 behind a transfer",
+            "7 behind compute", "compute behind 8", "8 behind a transfer",
+            "8 behind compute", "8 behind a transfer", "compute behind 7", "7 behind a transfer",
         ]  # fmt: skip
         assert movers[0].afters == [("store", (1,)), ("store", (1,)), ("fetch", (8,)), ("store", (1,))]

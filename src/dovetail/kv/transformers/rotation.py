@@ -56,6 +56,8 @@ class Rotation:
             fence.behind_compute()  # what torch did with this memory before
         self._holds: list[int | None] = list(range(self.num_buffers))  # the layer in each buffer
         self._fetches: dict[int, Transfer] = {}  # buffer -> what fills it
+        #: Buffers that nothing is fetched into: whoever writes there first waits for what is still read from them.
+        self._unfilled = set(range(self.num_buffers))
         self._stores: dict[int, Transfer] = {}  # layer -> the last one
         self._live: list[Transfer] = []
         self._last: int | None = None  # the layer that was entered last
@@ -80,6 +82,9 @@ class Rotation:
         buffer = self._holds.index(layer)
         if buffer in self._fetches:
             order.join(self._fetches.pop(buffer), self.device)
+        elif buffer in self._unfilled:
+            self._fences[buffer].enter()
+        self._unfilled.discard(buffer)
         return self.tokens[buffer]
 
     def store(self, layer: int, blocks: Any) -> None:
@@ -98,6 +103,8 @@ class Rotation:
         self._holds[buffer] = None  # until it is under way, should that fail
         if len(blocks):
             self._fetches[buffer] = self._submit(Direction.FETCH, layer, buffer, blocks, fence.after)
+        else:
+            self._unfilled.add(buffer)
         self._holds[buffer] = layer
 
     def _submit(self, direction: Direction, layer: int, buffer: int, blocks: Any, after: Sequence[int]) -> Transfer:
