@@ -287,6 +287,9 @@ def test_a_pool_of_other_slots_is_refused() -> None:
     ("arguments", "message"),
     [
         ((8, [0, 4], 8, 3), "rows 0 and 1 share bytes"),
+        ((8, [0, 16, 24], 24, 3), "rows 0 and 2 share bytes"),  # row 2 of a block is row 0 of the next
+        ((8, [0, 24, 72], 24, 3), "rows 0 and 1 share bytes"),
+        ((8, [0, 72, 8, 16], 24, 3), None),
         ((8, [0, 8], 16, 3), None),  # interleaved, as K and V packed by block
         ((8, [0, 24], 8, 3), None),
         ((8, [0], 4, 3), "blocks at least 8 bytes apart"),
@@ -306,6 +309,18 @@ def test_rows_that_alias_are_refused(arguments: tuple[Any, ...], message: str | 
         return
     with pytest.raises(ValueError, match=message):
         Group("x", *rest, places=places)
+
+
+def test_groups_have_places_of_their_own() -> None:
+    def layout(place: int) -> Layout:
+        groups = Group("a", 16, [0], 16, 4, places=[place]), Group("b", 32, [64], 32, 4, places=[8])
+        return Layout("x", groups)
+
+    with pytest.raises(ValueError, match="rows of groups a and b share bytes of a slot"):
+        layout(0)
+    with pytest.raises(ValueError, match="rows of groups b and a share bytes of a slot"):
+        layout(32)
+    assert layout(40).slot_bytes == 56
 
 
 def test_groups_must_fit_together() -> None:

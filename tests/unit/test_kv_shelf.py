@@ -175,10 +175,15 @@ def test_wrong_tensors_change_nothing(kind: str, device: Device) -> None:
             ({**right, "w": right["w"][1:]}, ValueError, r"w has the shape \(7, 9\), not \(6, 9\)"),
             ({**right, "w": right["w"].double()}, TypeError, "w is of torch.float32, not torch.float64; convert"),
             ({**right, "w": right["w"].to("meta")}, ValueError, "w is on meta and has no values"),
+            ({**right, "w": right["w"].numpy()}, TypeError, "w must be a tensor, not ndarray"),
+            ({**right, "w": right["w"].to_sparse()}, TypeError, "w must be a dense tensor, not torch.sparse_coo"),
         ):
             with pytest.raises(error, match=message):
                 kept.put("layer 0", wrong)
         assert same(kept.read("layer 0"), right)
+    for given in ([1.0], torch.ones(2).to_sparse()):
+        with pytest.raises(TypeError, match="item 'x': w must be a"):
+            shelf(kind, device, {"x": {"w": given}})
     with pytest.raises(ValueError, match="w is on meta and has no values; give all of them, or none"):
         shelf(kind, device, {"x": {"w": torch.ones(2, device="meta"), "b": torch.ones(2)}})
 
@@ -251,6 +256,29 @@ def test_a_walk_that_is_left_gives_everything_back(kind: str, device: Device) ->
                 assert same(loan.tensors, items[loan.key])
                 seen.append(loan.key)
         assert len(seen) == 12
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("kind", ["cpu", "dma-2d"])
+def test_what_was_written_before_a_walk_was_left_is_stored(kind: str, ahead: int, device: Device) -> None:
+    """The window has it; on the host it would be missing as soon as the item makes room for another."""
+    items = layers()
+    with shelf(kind, device, items, slots=2) as kept:
+        for loan in kept.walk(items, ahead=ahead, store=True):
+            loan.wait()
+            loan.tensors["w"].fill_(7.0)
+            if loan.key == "layer 1":
+                break
+        for key in ("layer 2", "layer 3", "layer 0", "layer 1"):
+            with kept.fetch(key) as loan:
+                loan.wait()
+                assert bool((loan.tensors["w"] == 7.0).all()) == (key in ("layer 0", "layer 1"))
+
+
+def test_conjugate_tensors_have_values() -> None:
+    given = torch.tensor([1 + 2j, 3 - 1j])
+    with Shelf.on_cpu({"x": {"w": given.conj()}}) as kept:
+        assert torch.equal(kept.read("x")["w"], given.conj().resolve_conj())
 
 
 def test_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:

@@ -12,7 +12,7 @@ from tests.llama import LateMover, differ, generate, llama, prompt, same
 from dovetail.errors import NotSupported
 from dovetail.kv.plain import CpuMover
 from dovetail.kv.prefixes import _flat
-from dovetail.kv.transformers import CacheFull, KVShape, OffloadedCache, order
+from dovetail.kv.transformers import CacheFull, KVShape, OffloadedCache, PagedCache, PagedMemory, order
 from dovetail.kv.transformers import rotation as rotating
 
 LAYERS = 6
@@ -192,6 +192,32 @@ def test_only_new_blocks_are_stored_and_only_filled_ones_are_fetched(monkeypatch
     stores = [count for direction, count in sizes if direction == "store"]
     assert stores == [4] * LAYERS + [1] * LAYERS
     assert {count for direction, count in sizes if direction == "fetch"} == {4}
+
+
+def test_a_closed_cache_says_so() -> None:
+    with OffloadedCache(SHAPE, 80) as cache:
+        generate(MODEL, IDS, cache, new=1)
+    with pytest.raises(ValueError, match="this cache is closed: make a new one"):
+        generate(MODEL, torch.cat([IDS, prompt(3)], dim=1), cache, new=1)
+
+
+def test_memory_of_inference_mode_serves_outside_of_it() -> None:
+    with torch.inference_mode():
+        made = OffloadedCache(SHAPE, 80), PagedMemory(SHAPE, 16)
+    with made[0] as cache:
+        assert same(generate(MODEL, IDS, cache), generate(MODEL, IDS))
+    with PagedCache(made[1]) as paged:
+        assert same(generate(MODEL, IDS, paged), generate(MODEL, IDS))
+
+
+def test_memory_is_no_part_of_a_graph() -> None:
+    """It would keep the graphs of all requests that were ever made."""
+    memory = PagedMemory(SHAPE, 16)
+    with PagedCache(memory) as paged, OffloadedCache(SHAPE, 80) as cache:
+        for each in (paged, cache):
+            assert MODEL(input_ids=IDS, past_key_values=each).logits.requires_grad
+        assert not memory.tokens.requires_grad
+        assert not cache._tokens.requires_grad
 
 
 def test_no_room_is_said_before_anything_is_written() -> None:

@@ -86,6 +86,8 @@ def arrange(
     for key, tensors in given.items():
         if not isinstance(tensors, Mapping):
             raise TypeError(f"item {key!r} must be tensors by name, such as {{'weight': tensor}}, not {type(tensors)}")
+        for name, t in tensors.items():
+            _require_dense(f"item {key!r}", name, t)
     parts = {key: _parts(tensors) for key, tensors in given.items()}
     sizes = {key: max((part.offset + part.size_bytes for part in of.values()), default=0) for key, of in parts.items()}
     for key, size in sizes.items():
@@ -123,6 +125,15 @@ def _round(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
+def _require_dense(item: str, name: str, t: Any) -> None:
+    import torch
+
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{item}: {name} must be a tensor, not {type(t).__name__}")
+    if t.layout is not torch.strided or t.is_nested:
+        raise TypeError(f"{item}: {name} must be a dense tensor, not {'nested' if t.is_nested else t.layout}")
+
+
 def check(item: Item, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raises ValueError or TypeError unless `tensors` are those of the item, by name, shape and dtype."""
     if set(tensors) != set(item.parts):
@@ -132,6 +143,7 @@ def check(item: Item, tensors: Mapping[str, torch.Tensor]) -> None:
         )
     for name, part in item.parts.items():
         t = tensors[name]
+        _require_dense(item.name, name, t)
         if tuple(t.shape) != part.shape:
             raise ValueError(f"{item.name}: {name} has the shape {part.shape}, not {tuple(t.shape)}")
         if t.dtype != part.dtype:
@@ -155,7 +167,7 @@ class HostItems:
         import torch
 
         for name, part in item.parts.items():
-            flat = tensors[name].detach().contiguous().cpu().reshape(-1)
+            flat = tensors[name].detach().resolve_conj().resolve_neg().contiguous().cpu().reshape(-1)
             source: Any = flat.view(torch.uint8).numpy()
             for begin, span in self._spans(item, part):
                 span[:] = source[begin : begin + len(span)]

@@ -11,6 +11,7 @@ where each row lies in it.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,17 +63,17 @@ class Group:
         gaps = np.diff(np.sort(self.places))
         if self.places.shape != self.bases.shape or (self.places < 0).any() or (gaps < self.row_bytes).any():
             raise ValueError(f"group {self.name}: each row needs a place of its own, {self.row_bytes} bytes, in a slot")
-        ends = self.bases + (self.num_blocks - 1) * self.strides + self.row_bytes
         order = np.argsort(self.bases, kind="stable")
-        meets = np.flatnonzero(self.bases[order][1:] < np.maximum.accumulate(ends[order])[:-1])
-        for n in meets.tolist():  # intervals that interleave may still be disjoint row by row
-            a, b = int(order[n]), int(order[n + 1])
-            if self.strides[a] != self.strides[b] or not self._interleave(a, b):
-                raise ValueError(f"group {self.name}: rows {a} and {b} share bytes of the cache")
-
-    def _interleave(self, a: int, b: int) -> bool:
-        gap = int(self.bases[b] - self.bases[a]) % int(self.strides[a])
-        return self.row_bytes <= gap <= int(self.strides[a]) - self.row_bytes
+        bases, strides = self.bases[order], self.strides[order]
+        ends = bases + (self.num_blocks - 1) * strides + self.row_bytes
+        for a in range(len(order) - 1):
+            meet = slice(a + 1, int(np.searchsorted(bases, ends[a])))  # those that begin before its last block ends
+            gap = (bases[meet] - bases[a]) % strides[a]
+            apart = (self.row_bytes <= gap) & (gap <= strides[a] - self.row_bytes)  # they interleave
+            wrong = np.flatnonzero((strides[meet] != strides[a]) | ~apart)
+            if len(wrong):
+                first, other = order[a], order[a + 1 + wrong[0]]
+                raise ValueError(f"group {self.name}: rows {first} and {other} share bytes of the cache")
 
     @property
     def num_rows(self) -> int:
@@ -121,6 +122,11 @@ class Layout:
             raise ValueError(f"layout {self.name}: all groups need the same number of blocks, found {found}")
         if len({g.packed for g in self.groups}) > 1:
             raise ValueError(f"layout {self.name}: either all groups have places in a slot or none has")
+        if not self.groups[0].packed:
+            taken = sorted((int(at), int(at) + g.row_bytes, g.name) for g in self.groups for at in g.places)
+            for (_, end, one), (begin, _, other) in itertools.pairwise(taken):
+                if begin < end:
+                    raise ValueError(f"layout {self.name}: rows of groups {one} and {other} share bytes of a slot")
         if self.layers and [len(of) for of in self.layers] != [g.num_rows for g in self.groups]:
             raise ValueError(f"layout {self.name}: `layers` needs an entry for each row of each group")
 

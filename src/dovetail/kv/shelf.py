@@ -185,7 +185,8 @@ class Shelf:
     def walk(self, keys: Iterable[Hashable], *, ahead: int | None = None, store: bool = False) -> Iterator[Loan]:
         """Lends items one after the other, in torch's current stream, while the next ones are under way.
 
-        Each loan has been joined and ends with its turn of the loop; `store` brings it back to the host.
+        Each loan has been joined and ends with its turn of the loop, or with the loop; `store` brings it back to the
+        host.
 
         Args:
             ahead: how many of the next items may be in the window or on their way; by default all slots but one. With
@@ -199,13 +200,15 @@ class Shelf:
     def _walked(self, left: deque[Hashable], ahead: int, store: bool) -> Iterator[Loan]:
         loans: deque[Loan] = deque()
         order = self.carrier.order
+        lent: Loan | None = None
         try:
             while left or loans:
                 while left and len(loans) <= ahead and not (store and left[0] in [loan.key for loan in loans]):
                     loans.append(self.fetch(left.popleft(), after=() if ahead else order.streams(())))
-                loan = loans[0]
+                loan = lent = loans[0]
                 loan.join()
                 yield loan
+                lent = None
                 if store and not loan.is_over:
                     move = loan.store()
                     for stream in () if ahead else order.streams(()):
@@ -215,7 +218,11 @@ class Shelf:
                 loans.popleft()
         finally:
             for loan in loans:
-                if not (loan.is_over or self._closed):
+                if loan.is_over or self._closed:
+                    continue
+                if store and loan is lent:  # the loop was left: what it wrote so far is all that there is
+                    loan.store()
+                else:
                     loan.done()
 
     @property

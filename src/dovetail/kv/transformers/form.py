@@ -205,7 +205,7 @@ class FormLayer(CacheLayerMixin):  # type: ignore[misc]
         form.arrive(self._index)
         tokens, words = form.memory.tokens[self._index], form.memory.words[self._index]
         for n, states in enumerate((key_states, value_states)):
-            tokens[:, n].index_copy_(0, form.places, states[0].transpose(0, 1))
+            tokens[:, n].index_copy_(0, form.places, states[0].detach().transpose(0, 1))
         if form.paged:
             form.context.hand(self._index, key_states, value_states)
             return key_states, value_states

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from dovetail.errors import DovetailError
+from dovetail.hw.memory import lasting
 from dovetail.kv.layout import layer_outermost
 from dovetail.kv.models import BLOCK_TOKENS
 from dovetail.kv.prefixes import Move
@@ -67,7 +68,8 @@ class PagedMemory:
         )
         size = (shape.num_layers, num_blocks * BLOCK_TOKENS, 2, shape.num_heads, shape.head_dim)
         #: [L, B * T, 2, H, D]
-        self.tokens = torch.zeros(size, dtype=shape.dtype, device=self.device)
+        with lasting():
+            self.tokens = torch.zeros(size, dtype=shape.dtype, device=self.device)
         #: The same in words as wide as they go, [L, B * T, words]: what gathers tokens moves fewer elements.
         self.words = self.tokens.flatten(2).view(_widest(self.tokens[0, 0].nbytes))
         self.fence = Fence(self.device)  #: behind all that uses blocks which were given back

@@ -14,6 +14,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from dovetail.errors import NotSupported
 from dovetail.hw.gpu.device import Device
+from dovetail.hw.memory import lasting
 from dovetail.kv.models import BLOCK_TOKENS
 from dovetail.kv.transformers.guarded import GuardedCache
 from dovetail.kv.transformers.memory import CacheFull
@@ -48,7 +49,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[misc]
         tokens = self._cache.enter(self._index)
         mine = tokens.view(self.batch_size, -1, *tokens.shape[1:])  # [N, S, 2, H, D]
         for n, states in enumerate((key_states, value_states)):
-            mine[:, begin:end, n].copy_(states.transpose(1, 2))
+            mine[:, begin:end, n].copy_(states.detach().transpose(1, 2))
         self.length = end
         self._cache.leave(self._index, self.blocks(begin))
         if not begin:
@@ -120,7 +121,9 @@ class OffloadedCache(GuardedCache):
         self.resident_layers = resident_layers
         tokens = num_sequences * -(-max_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
         size = (resident_layers + num_buffers, tokens, 2, shape.num_heads, shape.head_dim)
-        self._tokens = torch.zeros(size, dtype=shape.dtype, device=device)
+        with lasting():
+            self._tokens = torch.zeros(size, dtype=shape.dtype, device=device)
+        self._is_open = True
         self._gpu: Device | None = None
         self.rotation: Rotation | None = None
         if rotating:
@@ -163,6 +166,8 @@ class OffloadedCache(GuardedCache):
 
     def enter(self, index: int) -> torch.Tensor:
         """The tokens of a layer, for the current stream."""
+        if not self._is_open:
+            raise ValueError("this cache is closed: make a new one")
         if self.rotation is None or index < self.resident_layers:
             return self._tokens[index]
         return self.rotation.enter(index - self.resident_layers, self._filled)
@@ -182,6 +187,7 @@ class OffloadedCache(GuardedCache):
         if self._gpu is not None:
             self._gpu.close()
         self.rotation = self._gpu = None
+        self._is_open = False
 
     def __enter__(self) -> OffloadedCache:
         return self

@@ -110,7 +110,7 @@ class Pages:
         tokens, end = self.memory.tokens[layer], begin + keys.shape[-2]
         self._behind_stores(begin)
         for n, states in enumerate((keys, values)):
-            new = states.transpose(1, 2).flatten(0, 1)  # [N * S, H, D]
+            new = states.detach().transpose(1, 2).flatten(0, 1)  # [N * S, H, D]; the memory is part of no graph
             if self._begin is not None:
                 tokens[self._begin + begin : self._begin + end, n].copy_(new)
             else:
