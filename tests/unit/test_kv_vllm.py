@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from dovetail.errors import NotSupported
+from dovetail.errors import DovetailError, NotSupported
 from dovetail.kv.choose import Path
 from dovetail.kv.planner import Direction, Pieces
 from dovetail.kv.vllm.counts import BYTES, TRANSFERS, Counts
@@ -262,6 +262,15 @@ def test_chunks_are_handed_out_in_runs() -> None:
     assert len(free) == 0
     free.clear()
     assert len(free) == 8
+
+
+def test_a_reservation_that_is_refused_leaves_each_chunk_free_once() -> None:
+    free = FreeRuns(4)
+    free.reserve(2)
+    with pytest.raises(DovetailError, match="5 slots were asked for, 4 of 4 are free"):
+        free.reserve(5)
+    assert len(free) == 4
+    assert [free.pop() for _ in range(4)] == [0, 1, 2, 3]
 
 
 class Manager:

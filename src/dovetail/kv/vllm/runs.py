@@ -23,8 +23,9 @@ class FreeRuns:
 
     def reserve(self, number: int) -> None:
         """Takes chunks for the next `number` pops, in as few runs as can be."""
-        if self._reserved:
-            self._allocator.free(self._reserved)
+        unused, self._reserved = self._reserved, []  # theirs no more, also if `alloc` refuses
+        if unused:
+            self._allocator.free(unused)
         self._reserved = self._allocator.alloc(number).tolist()[::-1]
 
     def pop(self) -> int:
