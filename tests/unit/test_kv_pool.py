@@ -61,6 +61,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.hits = self.misses = self.stored = self.evicted = self.fetched = 0
         self.bytes = random.Random(0)
         self.handles: list[Store | Fetch] = []
+        self.requests: dict[Store, list[bytes]] = {}
 
     def keys(self, prompt: list[int]) -> list[bytes]:
         return block_hashes(prompt, BLOCK_TOKENS, salt=b"one tenant")
@@ -68,6 +69,12 @@ class PoolMachine(RuleBasedStateMachine):
     def num_ready(self, keys: list[bytes]) -> int:
         ready = [key in self.model and self.model[key].ready for key in keys]
         return len(list(itertools.takewhile(bool, ready)))
+
+    def touch(self, keys: list[bytes]) -> None:
+        """The leading blocks that are ready become the last to go, the first of them the very last."""
+        for key in reversed(keys[: self.num_ready(keys)]):
+            self.order.remove(key)
+            self.order.append(key)
 
     def poll(self) -> None:
         for flag in [flag for flag in self.waiting if flag.value]:
@@ -102,6 +109,8 @@ class PoolMachine(RuleBasedStateMachine):
         assert store.indices.tolist() == missing
         assert store.keys == [keys[k] for k in missing]
         assert not set(store._slots.tolist()) & self.quarantined, "a slot that copies may still write was used again"
+        self.touch(keys)
+        self.requests[store] = keys
         self.model.update({key: Entry() for key in store.keys})
         self.handles.append(store)
         return store
@@ -121,6 +130,7 @@ class PoolMachine(RuleBasedStateMachine):
         for key in store.keys:
             self.model[key].ready = True
         self.order += reversed(store.keys)
+        self.touch(self.requests[store])
         self.stored += len(store)
         for again in (store.commit, store.abort):
             with pytest.raises(PoolError, match="committed already"):
@@ -183,10 +193,9 @@ class PoolMachine(RuleBasedStateMachine):
             self.hits += ready
             self.misses += len(keys) - ready
         self.fetched += ready
-        for key in reversed(fetch.keys):
+        for key in fetch.keys:
             self.model[key].readers += 1
-            self.order.remove(key)
-            self.order.append(key)
+        self.touch(keys)
         return fetch
 
     @rule(fetch=fetches)
@@ -277,3 +286,39 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+def stored(pool: Pool, keys: list[bytes]) -> None:
+    pool.begin_store(keys).commit()
+
+
+def test_a_longer_prompt_makes_its_kept_beginning_as_recent_as_its_end() -> None:
+    """One turn of a talk after the other: what is kept of it must stay a prefix."""
+    talk, other = [b"0", b"1", b"2", b"3"], [b"a", b"b"]
+    with Pool(HostMemory(6, SLOT_BYTES)) as pool:
+        stored(pool, talk[:2])
+        stored(pool, talk)
+        stored(pool, [b"x", b"y"])
+        stored(pool, other)
+        assert pool.lookup(talk) == 2  # the end of the talk went
+        assert pool.stats().evicted == 2
+
+
+def test_the_kept_beginning_is_recent_as_soon_as_a_store_begins() -> None:
+    talk = [b"0", b"1", b"2", b"3"]
+    with Pool(HostMemory(6, SLOT_BYTES)) as pool:
+        stored(pool, talk[:2])
+        stored(pool, [b"x", b"y"])
+        store = pool.begin_store(talk)
+        stored(pool, [b"a", b"b"])
+        store.commit()
+        assert (pool.lookup(talk), pool.lookup([b"x", b"y"])) == (4, 0)
+
+
+def test_what_is_stored_again_is_recent() -> None:
+    with Pool(HostMemory(4, SLOT_BYTES)) as pool:
+        stored(pool, [b"0", b"1"])
+        stored(pool, [b"x", b"y"])
+        stored(pool, [b"0", b"1"])
+        stored(pool, [b"a", b"b"])
+        assert (pool.lookup([b"0", b"1"]), pool.lookup([b"x", b"y"])) == (2, 0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
@@ -63,6 +63,7 @@ class Held:
 
     blocks: list[Block]
     storing: bool
+    request: list[bytes] = field(default_factory=list)  #: of a store: the keys of all its blocks, the kept ones too
     taken: bool = False  #: the caller has seen the slots, so copies may be under way
     done: Done | None = None
 

@@ -18,7 +18,7 @@ class Policy(Protocol):
         """Blocks can be fetched from now on."""
 
     def touched(self, keys: Sequence[bytes]) -> None:
-        """Blocks are fetched."""
+        """Blocks are fetched, or stored as a part of this request, perhaps by an earlier one."""
 
     def removed(self, keys: Sequence[bytes]) -> None:
         """Blocks are gone."""

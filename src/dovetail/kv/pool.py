@@ -98,7 +98,8 @@ class Pool:
             slots = self._allocator.alloc(len(missing), after=before.slot if before else None)
             blocks = [Block(keys[k], slot) for k, slot in zip(missing, slots.tolist(), strict=True)]
             self._index.add(blocks)
-            return Store(self, self._begun(blocks, storing=True), missing)
+            self._touch(keys)  # who stores meanwhile takes others first
+            return Store(self, self._begun(blocks, storing=True, request=keys), missing)
 
     def begin_fetch(self, keys: Sequence[bytes], *, partial: bool = False) -> Fetch:
         """Holds blocks so that they can be copied.
@@ -198,10 +199,14 @@ class Pool:
             finally:
                 self._lock.release()
 
-    def _begun(self, blocks: list[Block], *, storing: bool) -> Held:
-        transfer = Held(blocks, storing)
+    def _begun(self, blocks: list[Block], *, storing: bool, request: Sequence[bytes] = ()) -> Held:
+        transfer = Held(blocks, storing, list(request))
         self._open.add(transfer)
         return transfer
+
+    def _touch(self, keys: list[bytes]) -> None:
+        """Makes what can be fetched of a request recent as a whole: no block is older than one behind it."""
+        self._policy.touched([block.key for block in self._index.prefix(keys)])
 
     def _found(self, keys: list[bytes]) -> list[Block]:
         blocks = self._index.prefix(keys)
@@ -249,6 +254,7 @@ class Pool:
                     block.state = State.READY
                 self._stored += len(transfer.blocks)
                 self._policy.inserted([block.key for block in transfer.blocks])
+                self._touch(transfer.request)
                 continue
             if transfer.storing:
                 self._index.remove([block.key for block in transfer.blocks])
