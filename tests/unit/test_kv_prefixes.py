@@ -171,6 +171,45 @@ def test_bad_blocks_are_refused_and_leave_nothing_behind(kind: str, device: Devi
         kept.store(list(range(100, 100 + 24 * 16)), range(24)).wait()  # the failed fetch holds nothing: all is evicted
 
 
+@pytest.mark.parametrize("kind", ["cpu", "dma-2d"])
+def test_what_is_refused_evicts_nothing(kind: str, device: Device) -> None:
+    rig = Rig(kind, device, pool_slots=4)
+    with rig.kept as kept:
+        prompt, other = list(range(64)), list(range(100, 164))
+        kept.store(prompt, [0, 1, 2, 3]).wait()
+        wrong: tuple[tuple[Any, str], ...] = (
+            ([4, 5, 6, 99], "99 is out of range; there are 0..31"),
+            ([-1, 5, 6, 7], "-1 is out of range"),
+            (np.array([4, 5, 6, 2**63], np.uint64), f"{2**63} is out of range"),
+            ([4, 5, 6, 2**70], f"{2**70} is out of range"),
+            ([4, 5, 6, 7.5], r"whole numbers, not float64: \[4.0, 5.0, 6.0, 7.5\]"),
+            (["4", "5", "6", "7"], "whole numbers, not <U1"),
+            ([4, 5, 6, None], "whole numbers, not object"),
+        )
+        for blocks, message in wrong:
+            with pytest.raises(ValueError, match=message):
+                kept.store(other, blocks)
+            with pytest.raises(ValueError, match=message):
+                kept.fetch(prompt, blocks)
+        if kind == "cpu":
+            for call, tokens in ((kept.store, other), (kept.fetch, prompt)):
+                with pytest.raises(ValueError, match="has no streams"):
+                    call(tokens, [4, 5, 6, 7], after=[3])
+        now = kept.stats()
+        assert (now.evicted, now.ready, now.num_fetches) == (0, 4, 0)
+        kept.fetch(prompt, np.array([4, 5, 6, 7], np.uint8)).wait()
+        assert kept.fetch([], []).num_tokens == 0
+
+
+@pytest.mark.parametrize("kind", ["cpu", "dma-2d"])
+def test_lookup_sees_a_store_that_has_landed(kind: str, device: Device) -> None:
+    rig = Rig(kind, device)
+    with rig.kept as kept:
+        prompt = list(range(48))
+        kept.store(prompt, [0, 1, 2]).transfer.wait()
+        assert kept.lookup(prompt) == 48
+
+
 def test_a_prefix_that_is_being_stored_is_not_served(device: Device) -> None:
     rig = Rig("dma-2d", device)
     prompt = list(range(16))

@@ -28,8 +28,7 @@ class CpuMover:
         beside: bool | None = None,
     ) -> CpuTransfer:
         """Moves everything before it returns. There are no streams to be `after`, and nothing to choose."""
-        if after:
-            raise ValueError("a cache in host memory has no streams: wait for its writers before you call")
+        self.check(after)
         if Path(path) is not Path.CPU:
             raise ValueError(f"a cache in host memory is moved by the path {Path.CPU}, not {path}")
         fetch = Direction(direction) is Direction.FETCH
@@ -44,6 +43,11 @@ class CpuMover:
             else:
                 here[...] = there
         return CpuTransfer()
+
+    def check(self, after: Sequence[int]) -> None:
+        """Raises ValueError if there is a stream to be `after`."""
+        if after:
+            raise ValueError("a cache in host memory has no streams: wait for its writers before you call")
 
     def is_idle(self, direction: Direction | str) -> bool:
         """Always: what it moves, it moves before it returns."""

@@ -140,6 +140,7 @@ class Prefixes:
 
     def lookup(self, token_ids: Sequence[int], *, salt: bytes = _NOBODY) -> int:
         """How many leading tokens of a prompt could be fetched now."""
+        self._settle()
         return self.pool.lookup(self._keys(token_ids, salt)) * self.block_tokens
 
     def store(
@@ -158,11 +159,12 @@ class Prefixes:
             beside: for the path auto: does computation run meanwhile? If not said: yes, unless `after` are all done.
 
         Raises:
-            ValueError: fewer blocks than the prompt fills, or a bad id; nothing has changed.
+            ValueError: fewer blocks than the prompt fills, or a bad id, or `after` where there are no streams; nothing
+                has changed.
             PoolFull: there is no room; nothing has changed.
         """
         keys = self._keys(token_ids, salt)
-        mine = _blocks(blocks, len(keys))
+        mine = self._checked(blocks, len(keys), after)
         self._settle()
         begun = self.pool.begin_store(keys)
         try:
@@ -189,9 +191,12 @@ class Prefixes:
             layers: bring so many layers at a time, the first ones first; `Move.parts` has a transfer for each step, so
                 that a layer can be computed while the next ones are under way. Or a function that says how many, or
                 None: all at once; it is told the number of blocks, and how few copies can bring them.
+
+        Raises:
+            ValueError: fewer blocks than the prompt fills, or a bad id; nothing has changed.
         """
         keys = self._keys(token_ids, salt)
-        mine = _blocks(blocks, len(keys))
+        mine = self._checked(blocks, len(keys), after)
         self._settle()
         begun = self.pool.begin_fetch(keys, partial=True)
         try:
@@ -224,6 +229,12 @@ class Prefixes:
 
     def _fewest_copies(self, begun: Fetch) -> int:
         return self._mover.fewest_copies(self._path, len(begun), begun.num_runs)
+
+    def _checked(self, blocks: Sequence[int], needed: int, after: Sequence[int]) -> Any:
+        """The first `needed` blocks; refuses what a mover would, before the pool evicts anything for it."""
+        if type(self._mover) is CpuMover:  # one that is derived from it may have streams
+            self._mover.check(after)
+        return _blocks(blocks, needed, self.layout.num_blocks)
 
     def _keys(self, token_ids: Sequence[int], salt: bytes) -> list[bytes]:
         return block_hashes(token_ids, self.block_tokens, salt=salt)
@@ -276,10 +287,16 @@ def _flat(memory: HostMemory) -> list[Any]:
     ]
 
 
-def _blocks(blocks: Sequence[int], needed: int) -> Any:
-    found = np.asarray(blocks, np.int64).reshape(-1)
-    if len(found) < needed:
-        raise ValueError(f"the prompt fills {needed} blocks, only {len(found)} are named")
-    if len(np.unique(found[:needed])) < needed:
+def _blocks(blocks: Sequence[int], needed: int, limit: int) -> Any:
+    given = np.asarray(blocks).reshape(-1)
+    if len(given) < needed:
+        raise ValueError(f"the prompt fills {needed} blocks, only {len(given)} are named")
+    found = given[:needed]
+    if needed and found.dtype.kind not in "iu" and not all(type(block) is int for block in found.tolist()):
+        raise ValueError(f"blocks must be whole numbers, not {found.dtype}: {found.tolist()[:8]}")
+    out = found[(found < 0) | (found >= limit)]
+    if out.size:
+        raise ValueError(f"blocks: {out[0]} is out of range; there are 0..{limit - 1}")
+    if len(np.unique(found)) < needed:
         raise ValueError("a prompt has each block of the cache once; one is named twice")
-    return found[:needed]
+    return found.astype(np.int64)
