@@ -131,6 +131,20 @@ def test_each_layer_waits_for_its_own_part_only() -> None:
     store.kept.close()
 
 
+@pytest.mark.parametrize("layers", [None, 1])
+def test_what_is_kept_before_it_has_arrived_is_stored_behind_it(layers: int | None) -> None:
+    blocks = memory()
+    store, _ = late(blocks, layers)
+    plain = serve(store, IDS, salt=b"a")
+    poison(blocks)
+    with store.begin(IDS, salt=b"a") as cache:
+        store.keep(cache, IDS, salt=b"b").wait()
+    with store.begin(IDS, salt=b"b") as cache:
+        assert cache.get_seq_length() == 48
+        assert differ(generate(MODEL, IDS, cache), plain) < ROUNDING
+    store.kept.close()
+
+
 def test_blocks_under_a_store_are_not_used_before_it_has_landed() -> None:
     blocks = memory(8)
     store, mover = late(blocks)

@@ -131,6 +131,8 @@ class PrefixStore:
             raise ValueError("these are not the tokens of the cache: it was begun with another prompt")
         cache.require_all_layers()
         tokens = given[: cache.get_seq_length()]
+        for _, part in cache.pages.expected():  # what is stored from those blocks comes behind them
+            order.join(part, self.memory.device)
         move = self.kept.store(tokens, cache.blocks, salt=salt, after=order.computing(self.memory.device))
         cache.pages.hold(move, len(tokens))
         return move
