@@ -14,6 +14,7 @@ from dovetail.errors import HardwareError, Timeout
 from dovetail.hw.gpu.cuda import CudaDriver
 from dovetail.hw.gpu.device import Device
 from dovetail.hw.gpu.driver import WAIT, WORD
+from dovetail.kv import prefixes
 from dovetail.kv.choose import Path
 from dovetail.kv.handles import PoolFull
 from dovetail.kv.layout import layer_outermost
@@ -241,14 +242,49 @@ def test_slots_of_a_transfer_that_failed_half_way_wait_until_nothing_is_under_wa
     monkeypatch.setattr(device.driver, "copy_rows", fails)
     busy = [True]
     monkeypatch.setattr(rig.kept._mover, "is_idle", lambda direction: not busy[0])
+    monkeypatch.setattr(prefixes, "_LAND_S", 0.01)
     with pytest.raises(HardwareError, match="the driver refused"):
         getattr(rig.kept, direction)(prompt, [0, 5, 10])
     held = rig.kept.stats()
     assert (held.quarantined if direction == "store" else held.held) == 3
+    assert rig.kept.is_torn == (direction == "fetch")  # its blocks may still be written
     busy[0] = False
+    assert not rig.kept.is_torn
     after = rig.kept.stats()
     assert (after.quarantined, after.held, after.writing) == (0, 0, 0)
     monkeypatch.undo()
+    rig.kept.close()
+
+
+def test_a_fetch_that_fails_half_way_returns_when_its_copies_have_landed(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig("dma-2d", device)
+    prompt = list(range(48))
+    rig.kept.store(prompt, [0, 5, 10]).wait()
+    mover = rig.kept._mover
+    submit, is_idle, asked = mover.submit, mover.is_idle, []
+
+    def refuses_the_third(*given: Any, **options: Any) -> Any:
+        if len(parts) == 2:
+            raise HardwareError("the driver refused")
+        parts.append(submit(*given, **options))
+        return parts[-1]
+
+    def is_idle_when_asked_again(direction: Any) -> bool:
+        asked.append([part._over for part in parts])
+        return len(asked) > 3 and is_idle(direction)
+
+    parts: list[Any] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(mover, "submit", refuses_the_third)
+        patched.setattr(mover, "is_idle", is_idle_when_asked_again)
+        with pytest.raises(HardwareError, match="the driver refused"):
+            rig.kept.fetch(prompt, [1, 6, 11], layers=1)
+        assert len(asked) > 3  # what a part that failed had begun is waited for too
+        assert all(map(all, asked))
+        assert not rig.kept.is_torn
+    assert rig.kept.stats().held == 0
     rig.kept.close()
 
 

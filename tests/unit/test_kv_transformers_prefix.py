@@ -9,10 +9,13 @@ import torch
 from tests.llama import LateMover, differ, generate, llama, prompt, same
 
 from dovetail.bench.serve.server import Scattered
+from dovetail.errors import HardwareError
+from dovetail.kv import prefixes
 from dovetail.kv.memory import HostMemory
 from dovetail.kv.pool import Pool
 from dovetail.kv.prefixes import Prefixes, _flat
 from dovetail.kv.transformers import CacheFull, KVShape, PagedCache, PagedMemory, PrefixStore, order, prefix
+from dovetail.kv.transformers.pages import Pages
 
 MODEL = llama()
 IDS = prompt(50)
@@ -179,6 +182,74 @@ def test_tokens_under_a_store_are_not_overwritten_after_a_crop() -> None:
     with store.begin(IDS) as cache:
         assert cache.get_seq_length() == 48
         assert differ(generate(MODEL, IDS, cache, new=2), said) < ROUNDING
+    store.kept.close()
+
+
+@pytest.mark.parametrize("error", [HardwareError, KeyboardInterrupt])
+def test_a_fetch_that_fails_half_way_has_landed_before_others_get_its_blocks(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = memory(8)
+    store, mover = late(blocks, layers=1)
+    serve(store, IDS)
+    mover.log.clear()
+    submit, left = mover.submit, [2]
+
+    def refuses(*given: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise error
+        return submit(*given, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(mover, "submit", refuses)
+        with pytest.raises(error):
+            store.begin(IDS)
+    assert [direction for direction, _ in mover.log] == ["fetch", "fetch"]
+    assert blocks.num_free == 8
+    store.kept.close()
+
+
+def test_blocks_of_a_fetch_that_does_not_land_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = memory(8)
+    store, mover = late(blocks, layers=1)
+    serve(store, IDS)
+    monkeypatch.setattr(prefixes, "_LAND_S", 0.01)
+    submit, busy = mover.submit, [True]
+
+    def fails(*given: Any, **options: Any) -> Any:
+        raise HardwareError("the driver refused")
+
+    monkeypatch.setattr(mover, "is_idle", lambda direction: not busy[0])
+    monkeypatch.setattr(mover, "submit", fails)
+    with pytest.raises(HardwareError, match="the driver refused"):
+        store.begin(IDS)
+    assert blocks.num_free == 4
+    monkeypatch.setattr(mover, "submit", submit)
+    store.begin(prompt(20, 3)).close()
+    assert blocks.num_free == 4
+    busy[0] = False
+    with store.begin(IDS, room=70):  # all of them
+        assert blocks.num_free == 0
+    store.kept.close()
+
+
+def test_a_begin_that_is_interrupted_behind_its_fetch_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = memory(8)
+    store, mover = late(blocks)
+    serve(store, IDS)
+    mover.log.clear()
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Pages, "expect", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.begin(IDS)
+    assert mover.log == []
+    blocks.give(blocks.take(8))
+    assert [direction for direction, _ in mover.log] == ["fetch"]
     store.kept.close()
 
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
+import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
 
+from dovetail.errors import HardwareError, Timeout
 from dovetail.hw.gpu.device import Device
 from dovetail.kv.choose import Path
 from dovetail.kv.handles import Fetch, Store
@@ -27,6 +30,9 @@ from dovetail.kv.planner import Direction, Pieces, Table, layer_tables, table
 from dovetail.kv.policy import Policy
 from dovetail.kv.pool import Pool, Stats
 
+logger = logging.getLogger(__name__)
+_LAND_S = 10.0  # that a fetch which failed half way waits for what it had begun
+_PAUSE_S = 50e-6
 _NOBODY = b"everybody"  # the salt where there is one tenant only
 
 
@@ -93,6 +99,7 @@ class Prefixes:
             num_slots=memory.num_slots, slot_bytes=memory.slot_bytes, slots_per_piece=memory.slots_per_piece
         )
         self._moves: list[Move] = []
+        self._torn = False  # a fetch failed half way, and nobody has seen the end of its copies
 
     @classmethod
     def on_gpu(
@@ -194,6 +201,8 @@ class Prefixes:
 
         Raises:
             ValueError: fewer blocks than the prompt fills, or a bad id; nothing has changed.
+            HardwareError: the driver refused. What it had taken has landed, unless that took 10 s: until not `is_torn`
+                the blocks may be written.
         """
         keys = self._keys(token_ids, salt)
         mine = self._checked(blocks, len(keys), after)
@@ -218,14 +227,39 @@ class Prefixes:
     ) -> Move:
         request = (direction, self.layout, blocks, begun.slots, self._pieces)
         tables = [table(*request)] if layers is None else layer_tables(*request, layers=layers)
-        parts = []
-        for n, copies in enumerate(tables):  # of one direction: each begins behind the one before
-            parts.append(self._mover.submit(direction, copies, self._path, after=() if n else after, beside=beside))
-        begun.guard(parts[-1].is_over)
         size_bytes = sum(copies.size_bytes for copies in tables)
-        move = Move(parts, len(blocks) * self.block_tokens, size_bytes, end, layers)
-        self._moves.append(move)
+        parts: list[Transfer] = []
+        try:
+            for n, copies in enumerate(tables):  # of one direction: each begins behind the one before
+                after = () if n else after
+                parts.append(self._mover.submit(direction, copies, self._path, after=after, beside=beside))
+            begun.guard(parts[-1].is_over)
+            move = Move(parts, len(blocks) * self.block_tokens, size_bytes, end, layers)
+            self._moves.append(move)
+        except BaseException:
+            if direction is Direction.FETCH:  # the caller gives its blocks to others next
+                self._land(parts)
+            raise
         return move
+
+    def _land(self, parts: list[Transfer]) -> None:
+        """Waits for the copies of a fetch that failed: whole parts, and what was issued of another one."""
+        self._torn, deadline = True, time.monotonic() + _LAND_S
+        try:
+            for part in parts:
+                part.wait(max(deadline - time.monotonic(), 0))
+            while self.is_torn:
+                if time.monotonic() > deadline:
+                    raise Timeout(f"they were not over after {_LAND_S:g} s")
+                time.sleep(_PAUSE_S)
+        except (HardwareError, Timeout) as error:  # what made the fetch fail says more
+            logger.warning("a fetch failed half way, and its copies could not be waited for: %s", error)
+
+    @property
+    def is_torn(self) -> bool:
+        """True while copies of a fetch that has failed may still write into its blocks."""
+        self._torn = self._torn and not self._mover.is_idle(Direction.FETCH)
+        return self._torn
 
     def _fewest_copies(self, begun: Fetch) -> int:
         return self._mover.fewest_copies(self._path, len(begun), begun.num_runs)

@@ -61,6 +61,7 @@ class PrefixStore:
             raise ValueError(f"layers is {layers!r}; it must be 1 or more, None for all at once, or {AUTO!r}")
         self.memory, self.layers = memory, layers
         self._begun: weakref.WeakSet[Pages] = weakref.WeakSet()  # caches whose fetch may not be waited for yet
+        self._torn: list[PagedCache] = []  # whose fetch failed, and may still write into their blocks
         self._device: Device | None = None
         self._owns = kept is None
         self.kept = kept if kept is not None else self._made(pool_bytes or 0, path)
@@ -88,22 +89,32 @@ class PrefixStore:
         prompt = row_of(token_ids)
         if not len(prompt):
             raise ValueError("a prompt has at least one token")
+        self._close_torn()
         beside = order.is_computing(self.memory.device)  # asked before the stream is told to wait for blocks
         cache = PagedCache(self.memory, num_tokens=len(prompt) + room)
+        move: Move | None = None
         try:
             after = self.memory.fence.after
             move = self.kept.fetch(
                 prompt[:-1], cache.blocks, salt=salt, after=after, beside=beside, layers=self._step()
             )
+            cache.prompt = prompt
+            if move.num_tokens:
+                cache.pages.expect(move)
+                cache.begin_at(move.num_tokens)
+                self._begun.add(cache.pages)
         except BaseException:
-            cache.close()
+            if move is not None:
+                cache.pages.hold(move)
+            self._torn.append(cache)
+            self._close_torn()
             raise
-        cache.prompt = prompt
-        if move.num_tokens:
-            cache.pages.expect(move)
-            cache.begin_at(move.num_tokens)
-            self._begun.add(cache.pages)
         return cache
+
+    def _close_torn(self) -> None:
+        """Gives back the blocks of fetches that failed, once nothing writes into them."""
+        while self._torn and not self.kept.is_torn:
+            self._torn.pop().close()
 
     def _step(self) -> int | Callable[[int, int], int | None] | None:
         """Layers that the next fetch brings at a time."""
@@ -141,6 +152,7 @@ class PrefixStore:
         """Waits for what is under way and gives the pool back. Safe to call twice."""
         if self._owns:
             self.kept.close()
+        self._close_torn()
         if self._device is not None:
             self._device.close()
             self._device = None
