@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from typing import Any
@@ -188,6 +189,28 @@ def test_what_ranks_know_may_differ(pools: Any) -> None:
     for kind in ("splits", "hints", "disabled"):
         first, second = pools.get(2).run(job, kind)
         assert first == second, kind
+
+
+def test_computations_of_other_shapes_on_each_rank(pools: Any) -> None:
+    """Tokens come back to a number that one rank knows and the other doesn't; so do steps and shares of the weights."""
+
+    def job() -> list[str]:
+        g = workers.world()
+        case, taken = Case("all_gather_into_tensor", g.rank, g.size), []
+        layers = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4 + g.rank)]
+        with Runtime() as runtime:
+            for n in range(2 * ROUNDS_BEFORE_KEPT):
+                case.fill(n)
+                tokens = torch.ones((3, 3, 5, 4)[n % 4] if g.rank == 0 else (3, 4, 4, 3)[n % 4], 4)
+                product = functools.partial(torch.mul, tokens, 2)
+                taken.append(str(runtime.run(product, case.comm).setting))
+                taken.append(str(runtime.run(functools.partial(str, n * g.rank), case.comm).setting))
+                taken.append(str(runtime.run(functools.partial(layers[n % 2], torch.ones(1, 4)), case.comm).setting))
+                assert case.is_right()
+        return taken
+
+    first, second = pools.get(2).run(job)
+    assert first == second
 
 
 def test_a_computation_that_communicates(pools: Any) -> None:

@@ -814,7 +814,7 @@ def test_the_reason_is_that_of_what_ran(two: Two, runtime: Runtime) -> None:
 
 
 def test_callables_that_compute_something_else_have_another_name(two: Two) -> None:
-    """The same on every rank: nothing of it is an address."""
+    """The same in every run: nothing of it is an address or counts steps."""
     small, large = torch.zeros(4, 4), torch.zeros(8, 8)
     given: list[Any] = [
         functools.partial(torch.mm, small, small), functools.partial(torch.mm, large, large),
@@ -827,6 +827,25 @@ def test_callables_that_compute_something_else_have_another_name(two: Two) -> No
     assert names == [tasks.computation(each)[1].name for each in given]
     assert tasks.computation(torch.nn.Linear(4, 8))[1].name == names[6]
     assert "0x" not in "".join(names)
+    once, again = (tasks.computation(functools.partial(round, step, True))[1].name for step in (1, 2))
+    assert once == again
+    assert once != tasks.computation(functools.partial(round, 1, False))[1].name
+
+
+def test_a_name_that_ranks_have_alike() -> None:
+    """Each has tokens, numbers, texts and shares of the weights of its own, but the same functions and classes."""
+    few, many = torch.zeros(3, 4), torch.zeros(5, 4)
+    for one, other in (
+        (functools.partial(torch.mm, few, out=few), functools.partial(torch.mm, many)),
+        (functools.partial(nothing, 0, "rank 0"), functools.partial(nothing, 1, "rank 1", None)),
+        (torch.nn.Linear(4, 4), torch.nn.Linear(4, 8)),
+        (functools.partial(torch.nn.Linear(4, 4), few), functools.partial(torch.nn.Linear(4, 8), many)),
+    ):
+        names = {tasks.computation(given, alike=True)[1].name for given in (one, other)}
+        assert len(names) == 1
+        assert tasks.computation(one)[1].name != tasks.computation(other)[1].name
+    every = [torch.nn.Linear(4, 4), torch.nn.ReLU(), nothing, functools.partial(round, 1.5), functools.partial(abs, 1)]
+    assert len({tasks.computation(given, alike=True)[1].name for given in every}) == len(every)
 
 
 def nothing() -> None: ...

@@ -37,6 +37,7 @@ from dovetail.overlap.tasks import (
     check,
     check_load,
     computation,
+    several,
 )
 from dovetail.overlap.trials import ROUNDS, Trials
 
@@ -130,7 +131,7 @@ class Runtime:
         """Both; see `dovetail.overlap.run`."""
         load = getattr(compute, "load", None)
         if type(load) is not Load:
-            compute, load = computation(compute)
+            compute, load = computation(compute, alike=several(getattr(comm, "group", None)))
         main = self.main()
         if strategy != AUTO:
             check(comm)
@@ -217,7 +218,7 @@ class Runtime:
     def _by_threads(self, comm: Communication) -> bool:
         """On a CPU a thread of ours would make a group's call at any time beside those of the caller, in another order
         on each rank: only what the calling thread starts is left."""
-        return self._device is None and comm.group is not None and comm.group.size > 1
+        return self._device is None and several(comm.group)
 
     def _available(self, comm: Communication) -> tuple[Setting, ...]:
         """What `auto` chooses among."""
@@ -250,7 +251,7 @@ class Runtime:
             check(comm)
             raise
         key: Key = (load, traffic)
-        if group is not None and group.size > 1:
+        if several(group):
             # What all ranks have alike: a name and the traffic, not what one of them computes.
             pairs, key = self._of_groups.setdefault(group, {}), (load.name, traffic)
         pair = pairs.get(key)
@@ -277,7 +278,7 @@ class Runtime:
         why: Callable[[], str] = ranking.words
         if env.disable():
             wanted, why = [baseline(ranking)], _disabled
-        if comm.group is None or comm.group.size == 1:
+        if not several(comm.group):
             wanted = [s for s in wanted if self._can(s)]
         else:
             mine, wanted = wanted, agreed(wanted, comm.group, self._can)
@@ -307,7 +308,7 @@ class Runtime:
 
     def _decide(self, pair: _Pair, comm: Communication) -> None:
         trials = pair.trials
-        if comm.group is None or comm.group.size == 1:
+        if not several(comm.group):
             if not pair.num_unread or not trials.is_trying:
                 pair.decide(trials.figures())
             return

@@ -163,33 +163,44 @@ class Call:
         return self.function()
 
 
-def computation(given: Computation | Callable[[], Any]) -> tuple[Computation, Load]:
-    """What was given and what is known of it, asked for once; of any other callable that is its name."""
+def several(group: Any) -> bool:
+    """Are there others who must choose alike?"""
+    return group is not None and group.size > 1
+
+
+def computation(given: Computation | Callable[[], Any], *, alike: bool = False) -> tuple[Computation, Load]:
+    """What was given and what is known of it, asked for once; of any other callable that is its name.
+
+    `alike`: named by nothing that may differ between ranks.
+    """
     load = getattr(given, "load", None)
     if isinstance(load, Load):
         return given, load  # type: ignore[return-value]
     if not callable(given):
         raise TypeError(f"a computation is something to be called without arguments, not {type(given).__name__}")
-    load = Load(name=_name(given))
+    load = Load(name=_name(given, alike))
     return Call(given, load), load
 
 
 _names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # of what takes long to describe
 
 
-def _name(given: Any) -> str:
-    """Of a callable: the same on every rank, and another one for what computes something else, as far as that shows.
+def _name(given: Any, alike: bool) -> str:
+    """Of a callable: another one for what computes something else, as far as that shows.
 
     Of a function its place; of a `partial` also what its arguments are; of a module its class and how many parameters.
+    If alike, no arguments and no parameters: ranks may have other tokens, and other shares of the weights.
     """
     if (code := getattr(given, "__code__", None)) is not None:  # of two lambdas, each has a line of its own
         return f"{code.co_filename}:{code.co_firstlineno} {getattr(given, '__qualname__', '')}"
     if isinstance(given, functools.partial):
+        if alike:
+            return _name(given.func, alike)
         every = [*map(_argument, given.args), *(f"{key}={_argument(of)}" for key, of in given.keywords.items())]
-        return f"{_name(given.func)}({', '.join(every)})"
+        return f"{_name(given.func, alike)}({', '.join(every)})"
     name = f"{getattr(given, '__module__', '')} {getattr(given, '__qualname__', type(given).__qualname__)}"
     parameters = getattr(given, "parameters", None)
-    if not callable(parameters):
+    if alike or not callable(parameters):
         return name
     try:
         return _names[given]
@@ -201,8 +212,8 @@ def _name(given: Any) -> str:
 
 
 def _argument(of: Any) -> str:
-    """Numbers and texts as they are, tensors by their shape, all else by its type."""
-    if isinstance(of, (int, float, str)):
+    """Texts and switches as they are, tensors by their shape, all else by its type: numbers may count the steps."""
+    if isinstance(of, (bool, str)):
         return repr(of)
     shape = getattr(of, "shape", None)
     return type(of).__qualname__ if shape is None else f"{getattr(of, 'dtype', '')}{list(shape)}"
