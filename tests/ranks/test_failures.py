@@ -202,6 +202,12 @@ def test_bad_arguments(pools: Any, world: int) -> None:
             (ValueError, "no variant 'fast'", lambda: dovetail.all_reduce(t, variant="fast")),
             (ValueError, "can't share equally", lambda: dovetail.all_to_all_single(torch.zeros(9), torch.zeros(9))),
             (ValueError, "sum to 3, it has 8 rows", lambda: dovetail.all_to_all_single(t, t + 1, [4, 4], [1, 2])),
+            (TypeError, "output_split_sizes must be whole numbers", lambda: dovetail.all_to_all_single(t, t + 1, 4, 4)),
+            (
+                ValueError,
+                r"input's split sizes must be 2 whole numbers, 0 or more, not \[4.0, 4.0\]",
+                lambda: dovetail.all_to_all_single(t, t + 1, [4, 4], torch.full((2,), 4.0)),
+            ),
             (
                 ValueError,
                 "overlap",

@@ -133,6 +133,11 @@ def test_wrong_arguments(pools: Any) -> None:
         t = dovetail.empty(8)
         with pytest.raises(ValueError, match="no collective"):
             overlap.Collective(torch.add, t)
+        for other in (dovetail.empty, dovetail.explain, dovetail.stats):
+            with pytest.raises(ValueError, match="no collective"):
+                overlap.Collective(other, t)
+        with pytest.raises(TypeError, match="input_split_sizes must be whole numbers"):
+            overlap.Collective(dovetail.all_to_all_single, dovetail.empty(8), t, [4, 4], "44")
         with pytest.raises(ValueError, match="async_op"):
             overlap.Collective(dovetail.all_reduce, t, async_op=True)
         with pytest.raises(ValueError, match="tensor"):
@@ -189,6 +194,53 @@ def test_what_ranks_know_may_differ(pools: Any) -> None:
     for kind in ("splits", "hints", "disabled"):
         first, second = pools.get(2).run(job, kind)
         assert first == second, kind
+
+
+@pytest.mark.parametrize("name", ["gather", "scatter"])
+def test_lists_that_the_root_has(pools: Any, name: str) -> None:
+    """They are not what tells the root's pairs apart: it and the others find new ones at the same calls."""
+
+    def job() -> list[str]:
+        g = workers.world()
+        taken = []
+        with Runtime() as runtime:
+            for n in range(2 * ROUNDS_BEFORE_KEPT):
+                items = (64, 1024)[n % 2]
+                mine = workers.data(n, g.rank, items, torch.float32)
+                every = [workers.data(n, r, items, torch.float32) for r in range(g.size)]
+                one = mine if name == "gather" else torch.empty(items)
+                many = [torch.empty(items) for _ in every] if name == "gather" else every
+                comm = overlap.Collective(getattr(dovetail, name), one, many if g.rank == 0 else None)
+                assert comm.traffic.size_bytes == one.nbytes
+                taken.append(str(runtime.run(overlap.Call(lambda: None, Load(name="same")), comm).setting))
+                if name == "scatter":
+                    assert workers.same(one, every[g.rank])
+                elif g.rank == 0:
+                    assert all(map(workers.same, many, every))
+        return taken
+
+    first, second = pools.get(2).run(job)
+    assert first == second
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_split_sizes_in_a_tensor(pools: Any, named: bool) -> None:
+    """As in a list: no bytes tell pairs apart."""
+
+    def job() -> None:
+        g = workers.world()
+        sends = torch.tensor([2, 4] if g.rank == 0 else [3, 1])
+        receives = torch.tensor([2, 3] if g.rank == 0 else [4, 1])
+        each = [torch.arange(6.0), 10 + torch.arange(4.0)]
+        out = torch.empty(5)
+        splits = {"output_split_sizes": receives, "input_split_sizes": sends}
+        given = ((), splits) if named else (tuple(splits.values()), {})
+        comm = overlap.Collective(dovetail.all_to_all_single, out, each[g.rank], *given[0], **given[1])
+        assert comm.traffic.size_bytes == 0
+        overlap.run(overlap.Call(lambda: None, Load(name="uneven")), comm)
+        assert torch.equal(out, torch.cat([each[0][:2], each[1][:3]] if g.rank == 0 else [each[0][2:], each[1][3:]]))
+
+    pools.get(2).run(job)
 
 
 def test_computations_of_other_shapes_on_each_rank(pools: Any) -> None:

@@ -91,14 +91,16 @@ def all_to_all_single(
 ) -> Any:
     """Sends piece j of `input` to rank j, whose `output` has it as piece i. Pieces are along the first dimension.
 
-    Split sizes count rows; either both are given (on every rank) or pieces are equal. If `output` is `input` on every
-    rank, pieces are swapped in place. Variants: "auto", "pcpy", "swap", "b2b", "pull", "torch". Raises as
-    `all_gather_into_tensor`.
+    Split sizes count rows, as numbers or as a tensor of them (one on a GPU is read with a synchronisation); either both
+    are given (on every rank) or pieces are equal. If `output` is `input` on every rank, pieces are swapped in place.
+    Variants: "auto", "pcpy", "swap", "b2b", "pull", "torch". Raises as `all_gather_into_tensor`.
     """
     g = (session.group or group_of(None)) if group is None else group_of(group)
-    uneven = bool(output_split_sizes) or bool(input_split_sizes)
-    if uneven:
-        return _all_to_all_uneven(output, input, output_split_sizes, input_split_sizes, g, async_op, variant, armed)
+    if output_split_sizes is not None or input_split_sizes is not None:
+        receives = args.split_sizes("output_split_sizes", output_split_sizes)
+        sends = args.split_sizes("input_split_sizes", input_split_sizes)
+        if receives or sends:
+            return _all_to_all_uneven(output, input, receives, sends, g, async_op, variant, armed)
     if not (async_op or armed) and 2 in g.fast and variant in g.fast[2]:
         status = g.fast[2][variant](output, input)
         if status == 1:

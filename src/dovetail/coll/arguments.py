@@ -135,7 +135,17 @@ def tensor_list(name: str, tensors: Any, like: torch.Tensor, size: int, *, writt
     return checked
 
 
-def splits(name: str, sizes: Any, t: torch.Tensor, world: int) -> list[int]:
+def split_sizes(name: str, sizes: Any) -> list[Any]:
+    """As a list, empty if there are none; a tensor on a GPU is read with a synchronisation."""
+    found = sizes.tolist() if hasattr(sizes, "tolist") else sizes
+    if found is None:
+        return []
+    if not isinstance(found, Sequence) or isinstance(found, str):
+        raise TypeError(f"{name} must be whole numbers, one for each rank, or a tensor of them, not {sizes!r}")
+    return list(found)
+
+
+def splits(name: str, sizes: list[Any], t: torch.Tensor, world: int) -> list[int]:
     """Lengths in bytes of the pieces of `t` along its first dimension."""
     rows = t.shape[0] if t.dim() else 0
     if not sizes:

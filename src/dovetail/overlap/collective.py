@@ -14,6 +14,7 @@ from dovetail import coll
 from dovetail.coll import arguments
 from dovetail.coll.dispatch import BaselineWork
 from dovetail.coll.recipes import C10D_NAMES
+from dovetail.coll.recipes import Collective as Kind
 from dovetail.coll.session import group_of
 from dovetail.overlap.tasks import Mover, Pending, Traffic
 
@@ -34,22 +35,25 @@ class Collective:
             ValueError: not one of our collectives, or a keyword of those.
         """
         name = getattr(function, "__name__", "")
-        if getattr(coll, name, None) is not function:
+        collective = C10D_NAMES.get(name) or Kind.__members__.get(str(name).upper())
+        if collective is None or getattr(coll, name, None) is not function:
             raise ValueError(f"{function!r} is no collective of dovetail")
         if wrong := {"async_op", "armed"} & set(keywords):
             raise ValueError(f"{', '.join(sorted(wrong))}: whoever runs the communication chooses that")
         self.group = group_of(group)
         self._call = functools.partial(function, *tensors, group=group, **keywords)
-        given = [t for t in tensors if hasattr(t, "data_ptr")]
+        given = [t for t in tensors[:2] if hasattr(t, "data_ptr")]  # behind them split sizes may be tensors too
         if not given:
             raise ValueError(f"{name}: give it its tensors")
         first = given[0]
-        kind = C10D_NAMES[name].name.lower() if name in C10D_NAMES else name
+        kind = collective.name.lower()
         self._where = first.device
         self.device: Any = _device_of(self.group, given)
         local = self.device is not None and _on_one_gpu(self.group, self.device)
-        # With split sizes each rank has its own bytes: a choice by size would differ between ranks.
-        size = 0 if _has_splits(keywords, tensors) else max(int(t.nbytes) for t in given)
+        # With split sizes each rank has its own bytes: a choice by size would differ between ranks. The lists that only
+        # the root of a gather has don't count.
+        uneven = collective is Kind.ALL_TO_ALL and _has_splits(keywords, tensors)
+        size = 0 if uneven else max(int(t.nbytes) for t in given)
         self.traffic = Traffic(
             kind=kind, size_bytes=size, num_pieces=self.group.size, reduces=kind in _REDUCES, local=local
         )  # fmt: skip
@@ -73,7 +77,10 @@ class Collective:
 
 
 def _has_splits(keywords: Mapping[str, Any], given: Sequence[Any]) -> bool:
-    return any(keywords.get(name) for name in _SPLITS) or any(isinstance(value, list | tuple) for value in given)
+    positional = zip(_SPLITS, given[2:], strict=False)
+    named = ((name, keywords[name]) for name in _SPLITS if name in keywords)
+    sizes = [arguments.split_sizes(name, value) for name, value in (*positional, *named)]
+    return any(sizes)
 
 
 def _device_of(group: Any, given: list[Any]) -> Any:
