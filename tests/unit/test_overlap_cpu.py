@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -48,6 +49,52 @@ class Work:
 
     def wait(self) -> bool:
         return self._over.wait(10)
+
+
+@pytest.mark.parametrize("strategy", [Strategy.PARTITION, Strategy.DMA_PARTITION])
+def test_threads_that_begin_meanwhile_are_not_left_with_a_share(strategy: Strategy) -> None:
+    """Neither those of the computation nor those of the communication; one that binds itself stays where it is."""
+    every = os.sched_getaffinity(0)
+    if len(every) < 2:
+        pytest.skip("one core can't be shared out")
+    over, found = threading.Event(), []
+
+    class Threaded(Late):
+        def start(self, mover: Mover, *, stream: int = 0, cores: int = 0) -> Any:
+            begin()
+            return super().start(mover, stream=stream, cores=cores)
+
+    def begin(own: set[int] | None = None) -> None:
+        begun = threading.Event()
+
+        def live() -> None:
+            if own:
+                os.sched_setaffinity(0, own)
+            share = os.sched_getaffinity(0)
+            begun.set()
+            over.wait(10)
+            found.append((own, share, os.sched_getaffinity(0)))
+
+        threads.append(threading.Thread(target=live))
+        threads[-1].start()
+        assert begun.wait(10)
+
+    def compute() -> None:
+        begin()
+        if len(every) > 3:
+            begin(set(sorted(every)[:2]))
+
+    threads: list[threading.Thread] = []
+    with CpuPlace() as place:
+        place.launch(compute, Threaded(), Setting(strategy, 1))
+        over.set()
+        for thread in threads:
+            thread.join()
+        assert len(found) >= 2
+        for own, share, then in found:
+            assert share < every
+            assert then == (own or every)
+        assert os.sched_getaffinity(0) == every
 
 
 @pytest.mark.parametrize("setting", [

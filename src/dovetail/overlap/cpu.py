@@ -59,21 +59,28 @@ class CpuPlace:
 
     @contextlib.contextmanager
     def _shared_out(self, setting: Setting) -> Iterator[None]:
-        """The last cores for whoever communicates, the others for all other threads; then all is as it was."""
+        """The last cores for whoever communicates, the others for all other threads; then all is as it was.
+
+        Threads that have begun meanwhile, with the cores of who began them, get those that the calling thread had.
+        """
         if setting.strategy not in PARTITIONED:
             yield
             return
         import torch
 
         mine, number = self.compute_cores(setting), torch.get_num_threads()
+        theirs = self._all[len(mine) :]
         before = _bound_to(_threads())
+        home = before[threading.get_native_id()]
         try:
-            _bind(dict.fromkeys(before, mine) | {self._worker: self._all[len(mine) :]})
+            _bind(dict.fromkeys(before, mine) | {self._worker: theirs})
             torch.set_num_threads(min(number, len(mine)))
             yield
         finally:
             torch.set_num_threads(number)
             _bind(before)
+            born = _bound_to(_threads() - before.keys())
+            _bind({thread: home for thread, cores in born.items() if cores in (set(mine), set(theirs))})
 
     def launch(
         self, compute: Callable[[], Any], comm: Communication, setting: Setting, main: int = 0, mark: Mark | None = None
