@@ -270,7 +270,7 @@ class Runtime:
                 pairs.pop(next(iter(pairs)))
             pairs[key] = pair
         setting = self._next(pair, comm)
-        why = pair.why if setting is pair.trials.kept else functools.partial(_on_trial, pair)
+        why = functools.partial(_on_trial, pair) if pair.trials.is_trying else pair.why
         return setting, why, pair if pair.trials.wants_time else None
 
     def _new(self, load: Load, comm: Communication) -> _Pair:
