@@ -138,6 +138,11 @@ def test_wrong_arguments(pools: Any) -> None:
                 overlap.Collective(other, t)
         with pytest.raises(TypeError, match="input_split_sizes must be whole numbers"):
             overlap.Collective(dovetail.all_to_all_single, dovetail.empty(8), t, [4, 4], "44")
+        comm = overlap.Collective(dovetail.all_reduce, t)
+        with pytest.raises(TypeError, match=r"is text, not \['a'\]"):
+            overlap.run(overlap.Call(lambda: None, Load(name=["a"])), comm)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"is text, not \['a'\]"), overlap.beside(comm, name=["a"]):  # type: ignore[arg-type]
+            pass
         with pytest.raises(ValueError, match="async_op"):
             overlap.Collective(dovetail.all_reduce, t, async_op=True)
         with pytest.raises(ValueError, match="tensor"):

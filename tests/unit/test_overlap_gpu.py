@@ -772,7 +772,7 @@ def test_what_is_no_communication(two: Two, runtime: Runtime) -> None:
     "wrong",
     [
         {"flops": None}, {"flops": "1e9"}, {"flops": -1.0}, {"flops": float("nan")}, {"flops": float("inf")},
-        {"size_bytes": -1}, {"groups": -1}, {"launches": 0},
+        {"size_bytes": -1}, {"groups": -1}, {"launches": 0}, {"flops": [1e9]},
     ],
 )  # fmt: skip
 def test_hints_that_can_not_be(two: Two, runtime: Runtime, wrong: dict[str, Any]) -> None:
@@ -782,6 +782,10 @@ def test_hints_that_can_not_be(two: Two, runtime: Runtime, wrong: dict[str, Any]
     with pytest.raises(ValueError, match=re.escape(f"Load({name}={value!r}): it must be a number")):
         runtime.run(Call(lambda: ran.append(1), Load(**wrong)), two.comm)
     assert not ran
+    with pytest.raises(ValueError, match=re.escape(f"Load({name}={value!r}): it must be a number")):
+        runtime.explain(Call(lambda: None, Load(**wrong)), two.comm)
+    with pytest.raises(TypeError, match=r"is text, not \['a'\]; say which field"):
+        runtime.run(Call(lambda: ran.append(1), Load(name=["a"])), two.comm)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"is text, not 1000000000000.0; say which field: Load\(flops=...\)"):
         runtime.run(Call(lambda: ran.append(1), Load(1e12)), two.comm)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="is an overlap.Load, not dict"):

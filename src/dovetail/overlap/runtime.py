@@ -196,6 +196,7 @@ class Runtime:
     def explain(self, compute: Computation | Callable[[], Any] | None, comm: Communication) -> policy.Ranking:
         """What `auto` would choose for a new pair, and why; nothing runs."""
         load = Load() if compute is None else computation(compute)[1]
+        check_load(load)
         return self._estimate(load, comm)[0]
 
     # --- pairs
@@ -254,17 +255,22 @@ class Runtime:
         if several(group):
             # What all ranks have alike: a name and the traffic, not what one of them computes.
             pairs, key = self._of_groups.setdefault(group, {}), (load.name, traffic)
-        pair = pairs.get(key)
+        try:
+            pair = pairs.get(key)
+        except TypeError:  # nothing that a dict takes: a hint that can't be is told as such
+            check_load(load)
+            raise
         if pair is not None and (kept := pair.trials.plain()):
             return kept, pair.why, None
         check(comm)
+        if pair is None:
+            check_load(load)
         if self._device is not None and self._device.driver.stream_capturing(main):
             if pair is not None:
                 return pair.trials.kept, pair.why, None
             ranking, _ = self._estimate(load, comm)
             return next(s for s in ranking.order if s.strategy not in PARTITIONED), ranking.words, None
         if pair is None:
-            check_load(load)
             pair = self._new(load, comm)
             while len(pairs) >= _MOST_PAIRS:
                 pairs.pop(next(iter(pairs)))
