@@ -165,7 +165,7 @@ class EmbeddingAllToAll(Call):
     per_sample_weights: torch.Tensor | None
     world: int
     dim: int
-    num_tables: int  #: of all ranks together, -1 if nobody said
+    num_tables: int = -1  #: of all ranks together, if somebody said
 
     @property
     def dtype(self) -> torch.dtype:
