@@ -429,6 +429,41 @@ def test_tables_in_place(pools: Any, world: int, optimizer: str) -> None:
         outs = [fused.embedding_all_to_all(tables, values, torch.arange(5), **how) for _ in range(2)]
         with pytest.raises(RuntimeError, match="needs the tables as they were"):
             sum(out.sum() for out in outs).backward()
+        # Also where one rank has nothing for the table in the other call: a step is one on every rank.
+        how["per_sample_weights"] = scales[: 4 * (1 - g.rank)]
+        offsets = torch.arange(5) * (1 - g.rank)
+        outs = [fused.embedding_all_to_all(tables, values, torch.arange(5), **{**how, "per_sample_weights": scales})]
+        outs.append(fused.embedding_all_to_all(tables, values[: 4 * (1 - g.rank)], offsets, **how))
+        with pytest.raises(RuntimeError, match="needs the tables as they were"):
+            sum(out.sum() for out in outs).backward()
+
+    pools.get(world).run(job)
+
+
+@pytest.mark.parametrize("world", [2])
+def test_compiled_scales(pools: Any, world: int) -> None:
+    """Their gradient, with the tables updated in place inside the graph's backward: as without a compiler."""
+
+    def job() -> None:
+        g = workers.world()
+        torch._dynamo.reset()
+        tables = [torch.randn(5, 3, generator=_seeded(g.rank)).requires_grad_() for _ in range(2)]
+        values, offsets = torch.tensor([0, 4, 4, 2]), torch.arange(5)
+
+        def call(table: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+            return fused.embedding_all_to_all(
+                [table], values, offsets, per_sample_weights=scales, num_tables=2, optimizer="sgd", lr=0.5
+            )
+
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        for step in range(3):
+            found = []
+            for run, table in zip((call, compiled), tables, strict=True):
+                scales = torch.full((4,), step + 1.0, requires_grad=True)
+                run(table, scales).square().sum().backward()
+                found.append(scales.grad)
+            torch.testing.assert_close(*found)
+            torch.testing.assert_close(*tables)
 
     pools.get(world).run(job)
 

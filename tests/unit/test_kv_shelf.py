@@ -15,6 +15,7 @@ from dovetail.hw import memory as system_memory
 from dovetail.hw.gpu.device import Device
 from dovetail.kv import Shelf, WindowFull
 from dovetail.kv.items import ALIGN_BYTES, arrange
+from dovetail.kv.loan import Loan
 
 KINDS = ["cpu", "dma-2d", "dma-batch", "dma-loop"]
 
@@ -273,6 +274,27 @@ def test_what_was_written_before_a_walk_was_left_is_stored(kind: str, ahead: int
             with kept.fetch(key) as loan:
                 loan.wait()
                 assert bool((loan.tensors["w"] == 7.0).all()) == (key in ("layer 0", "layer 1"))
+
+
+def test_a_walk_that_fails_lends_nothing_any_more(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
+    """What was not joined was given to nobody, and is not stored; what can't be stored is not lent for ever."""
+    items = layers()
+    with shelf("cpu", device, items, slots=3) as kept:
+        stored: list[Any] = []
+        with monkeypatch.context() as patched:
+            patched.setattr(Loan, "join", lambda *_: 1 / 0)
+            patched.setattr(Loan, "store", stored.append)
+            with pytest.raises(ZeroDivisionError):
+                next(kept.walk(items, store=True))
+        assert not stored
+        with monkeypatch.context() as patched:
+            patched.setattr(Loan, "store", lambda *_: 1 / 0)
+            walk = kept.walk(items, store=True)
+            next(walk)
+            with pytest.raises(ZeroDivisionError):
+                walk.close()  # type: ignore[attr-defined]
+        for loan in kept.fetch_many(list(items)[:3]).values():  # all three slots can be had
+            loan.done()
 
 
 def test_conjugate_tensors_have_values() -> None:

@@ -98,7 +98,7 @@ class Prefixes:
         self._pieces = Pieces(
             num_slots=memory.num_slots, slot_bytes=memory.slot_bytes, slots_per_piece=memory.slots_per_piece
         )
-        self._moves: list[Move] = []
+        self._moves: dict[int, Move] = {}  # by id: looking and adding in several threads lose none
         self._torn = False  # a fetch failed half way, and nobody has seen the end of its copies
 
     @classmethod
@@ -235,7 +235,7 @@ class Prefixes:
                 parts.append(self._mover.submit(direction, copies, self._path, after=after, beside=beside))
             begun.guard(parts[-1].is_over)
             move = Move(parts, len(blocks) * self.block_tokens, size_bytes, end, layers)
-            self._moves.append(move)
+            self._moves[id(move)] = move
         except BaseException:
             if direction is Direction.FETCH:  # the caller gives its blocks to others next
                 self._land(parts)
@@ -258,7 +258,8 @@ class Prefixes:
     @property
     def is_torn(self) -> bool:
         """True while copies of a fetch that has failed may still write into its blocks."""
-        self._torn = self._torn and not self._mover.is_idle(Direction.FETCH)
+        with contextlib.suppress(HardwareError):  # nobody knows then
+            self._torn = self._torn and not self._mover.is_idle(Direction.FETCH)
         return self._torn
 
     def _fewest_copies(self, begun: Fetch) -> int:
@@ -275,7 +276,9 @@ class Prefixes:
 
     def _settle(self) -> None:
         """Ends what has landed, whether or not its caller asks."""
-        self._moves = [move for move in self._moves if not move.is_over()]
+        for number, move in list(self._moves.items()):
+            if move.is_over():
+                self._moves.pop(number, None)
 
     def stats(self) -> Stats:
         """Of the pool."""
@@ -284,9 +287,9 @@ class Prefixes:
 
     def close(self, timeout_s: float = 60.0) -> None:
         """Waits for what is under way and gives the memory back. Safe to call twice."""
-        for move in self._moves:
+        for move in list(self._moves.values()):
             move.wait(timeout_s)
-        self._moves = []
+        self._moves = {}
         if isinstance(self._mover, GpuMover):
             self._mover.close(timeout_s)
         self.pool.close()

@@ -205,8 +205,9 @@ class Shelf:
             while left or loans:
                 while left and len(loans) <= ahead and not (store and left[0] in [loan.key for loan in loans]):
                     loans.append(self.fetch(left.popleft(), after=() if ahead else order.streams(())))
-                loan = lent = loans[0]
+                loan = loans[0]
                 loan.join()
+                lent = loan
                 yield loan
                 lent = None
                 if store and not loan.is_over:
@@ -218,12 +219,10 @@ class Shelf:
                 loans.popleft()
         finally:
             for loan in loans:
-                if loan.is_over or self._closed:
-                    continue
-                if store and loan is lent:  # the loop was left: what it wrote so far is all that there is
-                    loan.store()
-                else:
+                if not (loan.is_over or self._closed or (store and loan is lent)):
                     loan.done()
+            if store and lent is not None and not (lent.is_over or self._closed):
+                _store(lent)  # the loop was left: what it wrote so far is all that there is
 
     @property
     def resident(self) -> list[Hashable]:
@@ -273,3 +272,13 @@ class Shelf:
 
 def _memory(items: Mapping[Hashable, Item], page: int, piece_bytes: int, pinner: DriverPinner | None) -> HostMemory:
     return HostMemory(sum(item.num_pages for item in items.values()), page, piece_bytes=piece_bytes, pinner=pinner)
+
+
+def _store(loan: Loan) -> None:
+    """Ends it, also if it can't be stored."""
+    try:
+        loan.store()
+    except BaseException:
+        if not loan.is_over:
+            loan.done()
+        raise

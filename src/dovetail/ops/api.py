@@ -203,7 +203,11 @@ def _listed(tensors: Any) -> Any:
 
 def _optimizer(name: str, state: Any, tables: Sequence[torch.Tensor], **numbers: Any) -> None:
     for which, given in numbers.items():
-        if not isinstance(given, Real) or not math.isfinite(given):
+        try:
+            right = isinstance(given, (Real, torch.Tensor)) and math.isfinite(float(given))
+        except (OverflowError, RuntimeError, ValueError):  # too large; a tensor of several numbers
+            right = False
+        if not right:
             raise ValueError(f"{which} is a finite number, not {given!r:.80}")
     if not isinstance(name, str):
         raise TypeError(f"optimizer is a text, not {name!r:.80}")

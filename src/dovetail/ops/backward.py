@@ -119,7 +119,11 @@ def update(
     for t, v in enumerate(_by_table(values, offsets, len(weights))):
         part = found[at : at + v.numel()]
         at += v.numel()
-        if not (v.numel() and wanted[t]):
+        if not wanted[t]:
+            continue
+        # A step is one on every rank, whatever it has looked up: who needs tables as they were is told on all ranks.
+        torch.autograd.graph.increment_version(weights[t])
+        if not v.numel():
             continue
         unique, where = torch.unique(v.to(torch.int64), return_inverse=True)
         summed = part.new_zeros((unique.numel(), part.shape[1])).index_add_(0, where, part)

@@ -209,8 +209,10 @@ def _embedding_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _versions(tables: list[torch.Tensor]) -> list[int]:
-    """What torch counts of changes in place; a compiler's stand-ins have none."""
-    return [] if torch.compiler.is_compiling() else [t._version for t in tables]
+    """What torch counts of changes in place; none if there are a compiler's stand-ins, for which nothing is counted."""
+    if not all(type(t) is torch.Tensor or type(t) is torch.nn.Parameter for t in tables):
+        return []
+    return [-1 if t.is_inference() else t._version for t in tables]
 
 
 def _embedding_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -223,7 +225,7 @@ def _embedding_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     rows = backward.rows(bags, bag_of, offsets, ctx.mode, scales)
     to_scales = None
     if scales is not None and ctx.needs_input_grad[3]:
-        if ctx.versions is not None and ctx.versions != _versions(weights):
+        if ctx.versions and (now := _versions(weights)) and ctx.versions != now:
             raise RuntimeError(
                 "the gradient of per_sample_weights needs the tables as they were, and another call's step "
                 f"({ctx.optimizer}) has changed one since: look a table up once in a pass, or update it afterwards"

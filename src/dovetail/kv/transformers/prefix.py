@@ -150,12 +150,14 @@ class PrefixStore:
 
     def close(self) -> None:
         """Waits for what is under way and gives the pool back. Safe to call twice."""
-        if self._owns:
-            self.kept.close()
-        self._close_torn()
-        if self._device is not None:
-            self._device.close()
-            self._device = None
+        try:
+            if self._owns:
+                self.kept.close()
+            self._close_torn()
+        finally:
+            if self._device is not None:
+                self._device.close()
+                self._device = None
 
     def __enter__(self) -> PrefixStore:
         return self
