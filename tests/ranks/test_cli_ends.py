@@ -60,11 +60,16 @@ def _started(words: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     try:
         yield command
     finally:
-        children = _below(command.pid)
-        command.kill()
-        command.wait()
-        for pid in filter(_runs, children):
-            os.kill(pid, signal.SIGKILL)
+        _end(command)
+
+
+def _end(command: subprocess.Popen[bytes]) -> None:
+    """With all that it has started."""
+    children = _below(command.pid)
+    command.kill()
+    command.wait()
+    for pid in filter(_runs, children):
+        os.kill(pid, signal.SIGKILL)
 
 
 TERM = (signal.SIGTERM, cli.TERMINATED, "terminated")
@@ -120,11 +125,7 @@ def test_a_terminal_that_is_closed(tmp_path: Path) -> None:
         assert _until(lambda: not any(map(_runs, at_work[1])), 10)
         assert not list(tmp_path.glob("dovetail-*"))
     finally:
-        children = _below(command.pid)
-        command.kill()
-        command.wait()
-        for pid in filter(_runs, children):
-            os.kill(pid, signal.SIGKILL)
+        _end(command)
 
 
 #: The terminal is that of its session, which this process leads.

@@ -111,7 +111,8 @@ def tune(
         _fused.tune(backend, counts, _seconds(budget, runs), force, json)
         return
     if only == "kv":
-        refuse({"ranks": ranks, "begin": begin, "end": end, "factor": factor}, "--only coll")
+        refuse({"ranks": ranks}, "--only coll, overlap and fused")
+        refuse({"begin": begin, "end": end, "factor": factor}, "--only coll")
         from dovetail.cli import _kv
 
         _kv.tune(backend, parse_bytes(cache or "16G"), _seconds(budget), force, json)
